@@ -1,0 +1,133 @@
+"""What dtypes a live model really holds, counted in one pass over its modules."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .dtypes import from_torch
+from .towers import adapter_parameters, anatomy, floating_parameters, is_quantized, unwrap
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A module beside the text model.
+
+    Attributes:
+        name: Qualified name of the module, relative to the module that contains it.
+        dtype: Dtype of its first floating weight that is neither an adapter's nor quantised: what its inputs follow;
+            `None` if it has none.
+        dtypes: All dtypes of such weights.
+    """
+
+    name: str
+    dtype: str | None
+    dtypes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Census:
+    """The dtypes of a model.
+
+    Attributes:
+        elements: Number of elements by role (`"weights"`, `"adapters"`, `"quantized"`, `"buffers"`) and dtype.
+        trainable: Number of trainable elements by dtype.
+        trainable_names: One example name of a trainable parameter by dtype.
+        embeddings: Dtype of the input embeddings' weights, `None` where there are none or they are quantised.
+        text: Dtypes of the text model's own floating weights.
+        towers: The modules beside the text model.
+        quantization: `"4bit"`, `"8bit"`, another method's name, or `None`.
+        attn_implementation: `config._attn_implementation`, `None` where the model has no such thing.
+    """
+
+    elements: Mapping[str, Mapping[str, int]]
+    trainable: Mapping[str, int]
+    trainable_names: Mapping[str, str]
+    embeddings: str | None
+    text: frozenset[str]
+    towers: tuple[Tower, ...]
+    quantization: str | None
+    attn_implementation: str | None
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Dtypes of the weights that are neither adapters nor quantised."""
+        return frozenset(self.elements["weights"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The census as plain values, ready for JSON."""
+        return {
+            "elements": {role: dict(counts) for role, counts in self.elements.items()},
+            "trainable": dict(self.trainable),
+            "embeddings": self.embeddings,
+            "text": sorted(self.text),
+            "towers": [
+                {"name": tower.name, "dtype": tower.dtype, "dtypes": sorted(tower.dtypes)} for tower in self.towers
+            ],
+            "quantization": self.quantization,
+            "attn_implementation": self.attn_implementation,
+        }
+
+
+def take_census(model: nn.Module) -> Census:
+    """Counts the dtypes of a model; reads only, in time linear in the number of parameters.
+
+    Args:
+        model: A transformers model, wrapped by PEFT or not, on any device (meta too).
+
+    Returns:
+        The count.
+    """
+    adapters = {id(parameter) for parameter in adapter_parameters(model)}
+    elements: dict[str, Counter[str]] = {role: Counter() for role in ("weights", "adapters", "quantized", "buffers")}
+    trainable: Counter[str] = Counter()
+    trainable_names: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        dtype = from_torch(parameter.dtype)
+        role = "quantized" if is_quantized(parameter) else "adapters" if id(parameter) in adapters else "weights"
+        elements[role][dtype] += parameter.numel()
+        if parameter.requires_grad:
+            trainable[dtype] += parameter.numel()
+            trainable_names.setdefault(dtype, name)
+    for buffer in model.buffers():
+        elements["buffers"][from_torch(buffer.dtype)] += buffer.numel()
+
+    parts = anatomy(model)
+    base = unwrap(model)
+    embeddings = first_dtype(parts.embeddings) if parts.embeddings is not None else None
+    return Census(
+        elements=elements,
+        trainable=trainable,
+        trainable_names=trainable_names,
+        embeddings=None if embeddings is None else from_torch(embeddings),
+        text=_dtypes(parts.text),
+        towers=tuple(_tower(name, module) for name, module in parts.towers.items()),
+        quantization=_quantization(base),
+        attn_implementation=getattr(getattr(base, "config", None), "_attn_implementation", None),
+    )
+
+
+def first_dtype(module: nn.Module) -> torch.dtype | None:
+    """Dtype of the first floating weight that is neither an adapter's nor quantised; `None` if there is none."""
+    return next((parameter.dtype for parameter in floating_parameters(module)), None)
+
+
+def _dtypes(module: nn.Module) -> frozenset[str]:
+    return frozenset(from_torch(parameter.dtype) for parameter in floating_parameters(module))
+
+
+def _tower(name: str, module: nn.Module) -> Tower:
+    first = first_dtype(module)
+    return Tower(name, None if first is None else from_torch(first), _dtypes(module))
+
+
+def _quantization(model: nn.Module) -> str | None:
+    if getattr(model, "is_loaded_in_4bit", False):
+        return "4bit"
+    if getattr(model, "is_loaded_in_8bit", False):
+        return "8bit"
+    method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    return None if method is None else str(getattr(method, "quant_method", method))

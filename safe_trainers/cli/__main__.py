@@ -1,0 +1,8 @@
+"""`python -m safe_trainers.cli`."""
+
+import sys
+
+from .main import main
+
+
+sys.exit(main())

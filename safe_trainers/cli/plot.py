@@ -1,0 +1,52 @@
+"""The plot of a run: what was learned, and what the loss did."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+CURVES = {
+    "reward": "reward",
+    "rewards/exact_match/mean": "exact match",
+    "mean_token_accuracy": "token accuracy",
+    "accuracy": "accuracy",
+}
+"""Log keys that go into the upper panel, and what they are called."""
+
+
+def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path | None:
+    """Draws reward (or accuracy) and loss over the steps of a run.
+
+    Args:
+        log: `trainer.state.log_history`.
+        path: The picture to write; its suffix decides the format.
+        title: The heading.
+
+    Returns:
+        `path`, or `None` where matplotlib is not installed or nothing was logged.
+    """
+    steps = [entry for entry in log if "loss" in entry]
+    if find_spec("matplotlib") is None or not steps:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for key, label in CURVES.items():
+        points = [(entry["step"], entry[key]) for entry in steps if isinstance(entry.get(key), (int, float))]
+        if points:
+            upper.plot(*zip(*points, strict=True), label=label, linewidth=1.5)
+    lower.plot([entry["step"] for entry in steps], [float(entry["loss"]) for entry in steps], color="0.35")
+    upper.set_title(title)
+    upper.set_ylabel("mean per step")
+    upper.legend(loc="lower right", frameon=False)
+    lower.set_ylabel("loss")
+    lower.set_xlabel("optimizer step")
+    for panel in (upper, lower):
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    return path

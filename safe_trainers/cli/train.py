@@ -1,0 +1,274 @@
+"""`safe-trainers grpo|rloo|sft|reward`: checks a recipe, makes what it needs, trains, and writes what came out."""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+
+# Nothing that the embedded models and data need is on a hub, and the questions cost seconds each without a network.
+logging.getLogger("transformers").setLevel(logging.ERROR)
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+@dataclass
+class Run:
+    """What a training run left behind.
+
+    Attributes:
+        trainer: The trainer, trained.
+        output_dir: The folder with the checkpoint, the log and the plot.
+        score_name: What was measured on held-out examples, `None` where nothing was.
+        before: The score before the run.
+        after: The score after it.
+        chance: The score of the best constant answer.
+    """
+
+    trainer: Any
+    output_dir: Path
+    score_name: str | None = None
+    before: float | None = None
+    after: float | None = None
+    chance: float | None = None
+
+
+def train(task: str, argv: Sequence[str], console: Console | None = None) -> Run:
+    """Runs a recipe.
+
+    Args:
+        task: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
+        argv: `["--config", FILE, "--key", "value", ...]`.
+        console: Where to write; by default standard output.
+
+    Returns:
+        The run.
+
+    Raises:
+        RecipeError: If the recipe cannot be run; nothing has been written then.
+        PrecisionError: If its precision cannot work; nothing has been written then, where it can be known before the
+            model is loaded.
+    """
+    from ..recipes import read_recipe  # noqa: PLC0415 - imports TRL
+
+    console = console or Console()
+    recipe = read_recipe(task, argv)
+    return run_recipe(recipe, console)
+
+
+def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None) -> Run:
+    """Runs a recipe that was read.
+
+    Args:
+        recipe: The `Recipe`.
+        console: Where to write.
+        trainer_class: Another trainer class than the task's, to compare with.
+
+    Returns:
+        The run.
+    """
+    from trl import get_peft_config, get_quantization_config  # noqa: PLC0415
+
+    import safe_trainers  # noqa: PLC0415
+
+    from ..mixin import declared_policy  # noqa: PLC0415
+    from ..recipes import TASKS, load_rewards  # noqa: PLC0415
+    from .progress import show_progress  # noqa: PLC0415
+
+    trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
+    arguments = recipe.training
+    arguments.model_init_kwargs = _model_init_kwargs(recipe)
+    declared_policy(arguments, recipe.model.model_name_or_path, trainer_class).check()
+    dataset, held_out = _datasets(recipe)
+
+    # From here on things are written.
+    output_dir = Path(arguments.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        "model": _model(recipe, console),
+        "args": arguments,
+        "train_dataset": dataset,
+        "quantization_config": get_quantization_config(recipe.model),
+        "peft_config": get_peft_config(recipe.model),
+    }
+    if hasattr(recipe.script, "reward_funcs"):
+        settings["reward_funcs"] = load_rewards(recipe)
+    trainer = trainer_class(**settings)
+    if recipe.extra.progress:
+        show_progress(trainer, console, recipe.task)
+    run = Run(trainer, output_dir)
+    score = _score(recipe, trainer, held_out)
+    if score is not None:
+        run.score_name, measure, run.chance = score
+        run.before = measure()
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    if score is not None:
+        run.after = measure()
+    trainer.save_model(arguments.output_dir)
+    if trainer.accelerator.is_main_process:
+        write_run(run, recipe, console)
+    return run
+
+
+def write_run(run: Run, recipe: Any, console: Console) -> None:
+    """Writes the log and the plot of a run, and says where they are.
+
+    Args:
+        run: The run.
+        recipe: Its recipe.
+        console: Where to write.
+    """
+    from .plot import plot_run  # noqa: PLC0415
+
+    log, trainer = run.output_dir / "log.json", run.trainer
+    content = {
+        "recipe": None if recipe.source is None else str(recipe.source),
+        "score": {"name": run.score_name, "before": run.before, "after": run.after, "best_constant": run.chance},
+        "precision": _precision(trainer),
+        "log": trainer.state.log_history,
+    }
+    temporary = log.with_suffix(".json.part")
+    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    temporary.replace(log)
+    plot = plot_run(trainer.state.log_history, run.output_dir / "plot.png", type(trainer).__name__)
+    if run.score_name is not None:
+        console.print(
+            f"{run.score_name} on held-out examples: {run.before:.3f} -> [bold]{run.after:.3f}[/] "
+            f"(best constant answer {run.chance:.3f})"
+        )
+    console.print(f"checkpoint  {run.output_dir}", highlight=False)
+    console.print(f"log         {log}", highlight=False)
+    missing = 'not drawn: pip install "safe-trainers\\[plots]"'
+    console.print(f"plot        {plot or missing}", highlight=False)
+
+
+def _precision(trainer: Any) -> dict[str, Any] | None:
+    if not hasattr(trainer, "precision_policy"):
+        return None
+    return {
+        "policy": trainer.precision_policy.to_dict(),
+        "census": trainer.precision_census.to_dict(),
+        "settlement": trainer.precision_settlement.to_dict(),
+        "media": [vars(decision) for decision in trainer.media_decisions],
+        "contract": trainer.safety_contract.to_dict(),
+    }
+
+
+def _model_init_kwargs(recipe: Any) -> dict[str, Any]:
+    """What TRL's own scripts make of `ModelConfig`; `model_init_kwargs` of the recipe wins."""
+    model = recipe.model
+    declared = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    return {key: value for key, value in declared.items() if value is not None} | (
+        recipe.training.model_init_kwargs or {}
+    )
+
+
+def _datasets(recipe: Any) -> tuple[Any, Any]:
+    """The training set, and held-out examples where the data is embedded."""
+    from .. import tiny  # noqa: PLC0415
+    from ..recipes import check_columns, embedded_name  # noqa: PLC0415
+
+    extra, seed = recipe.extra, recipe.training.seed
+    embedded = embedded_name(recipe.script.dataset_name)
+    if embedded is None:
+        dataset = _load_dataset(recipe)
+        check_columns(recipe, dataset.column_names or [])
+        return dataset, None
+    if embedded == "preferences":
+        return (
+            tiny.preference_dataset(extra.dataset_size, seed, split="train"),
+            tiny.preference_dataset(extra.evaluation_size, seed, split="heldout"),
+        )
+    make = tiny.sft_dataset if recipe.task == "sft" else tiny.prompt_dataset
+    return (
+        make(extra.dataset_size, seed, split="train", shuffle_images=extra.shuffle_images),
+        tiny.prompt_dataset(extra.evaluation_size, seed, split="heldout"),
+    )
+
+
+def _load_dataset(recipe: Any) -> Any:
+    from datasets import load_dataset  # noqa: PLC0415
+    from trl import get_dataset  # noqa: PLC0415
+
+    from ..errors import RecipeError, nearest  # noqa: PLC0415
+
+    script = recipe.script
+    if recipe.mixture.datasets:
+        splits = get_dataset(recipe.mixture)
+    else:
+        try:
+            splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        except (FileNotFoundError, ConnectionError, ValueError) as error:
+            raise RecipeError(f"dataset {script.dataset_name} cannot be loaded: {error}") from error
+    if script.dataset_train_split not in splits:
+        near = nearest(script.dataset_train_split, list(splits))
+        hint = f"; did you mean {near!r}?" if near else f", only {', '.join(splits)}"
+        raise RecipeError(f"dataset {script.dataset_name} has no split {script.dataset_train_split!r}{hint}")
+    return splits[script.dataset_train_split]
+
+
+def _model(recipe: Any, console: Console) -> str:
+    """The model to train: its name, or a folder that an embedded model was made in and warmed up."""
+    from .. import tiny  # noqa: PLC0415
+    from ..recipes import embedded_name  # noqa: PLC0415
+
+    family = embedded_name(recipe.model.model_name_or_path)
+    if family is None:
+        return str(recipe.model.model_name_or_path)
+    folder = tiny.save(family, Path(recipe.training.output_dir) / "model", seed=recipe.training.seed)
+    if recipe.extra.warm_up_steps:
+        _warm_up(recipe, folder, console)
+    return str(folder)
+
+
+def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
+    """Trains an embedded model on answers for a while, in float32, and writes it back."""
+    from .. import SafeSFTConfig, SafeSFTTrainer, tiny  # noqa: PLC0415
+    from .progress import show_progress  # noqa: PLC0415
+
+    extra, training = recipe.extra, recipe.training
+    arguments = SafeSFTConfig(
+        output_dir=str(folder.parent / "warm_up"),
+        precision="fp32",
+        use_cpu=training.use_cpu,
+        max_steps=extra.warm_up_steps,
+        per_device_train_batch_size=extra.warm_up_batch_size,
+        learning_rate=extra.warm_up_learning_rate,
+        completion_only_loss=True,
+        gradient_checkpointing=False,
+        max_length=None,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=training.seed,
+    )
+    dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train")
+    trainer = SafeSFTTrainer(model=str(folder), args=arguments, train_dataset=dataset)
+    if extra.progress:
+        show_progress(trainer, console, "warm-up")
+    trainer.train()
+    trainer.save_model(str(folder))
+
+
+def _score(recipe: Any, trainer: Any, held_out: Any) -> tuple[str, Any, float] | None:
+    """What is measured on held-out examples: its name, the measurement, and the best constant answer's score."""
+    from .. import tiny  # noqa: PLC0415
+
+    if held_out is None or not recipe.extra.evaluation_size:
+        return None
+    model, processor = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+    if recipe.task == "reward":
+        return "preference accuracy", lambda: tiny.preference_accuracy(model, processor, held_out), 0.5
+    return (
+        "exact match, greedy,",
+        lambda: tiny.exact_match_rate(model, processor, held_out),
+        tiny.constant_baseline(held_out),
+    )

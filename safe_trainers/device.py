@@ -1,0 +1,79 @@
+"""What a device computes by itself, as plain values."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .dtypes import BFLOAT16, FLOAT16, FLOAT32
+
+
+if TYPE_CHECKING:
+    import torch
+
+BF16_CAPABILITY = (8, 0)
+"""First CUDA compute capability whose tensor cores multiply bfloat16 (Ampere)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as far as precision is concerned.
+
+    Attributes:
+        kind: `"cuda"`, `"cpu"`, `"xpu"`, `"mps"`, ... as in `torch.device.type`.
+        name: What a person calls it.
+        capability: CUDA compute capability, `None` elsewhere.
+        rocm: Whether `"cuda"` is AMD's, whose capability numbers mean something else.
+    """
+
+    kind: str
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    rocm: bool = False
+
+    @property
+    def emulates_bf16(self) -> bool:
+        """Whether bfloat16 runs but is emulated: CUDA before 8.0, where `torch.cuda.is_bf16_supported()` says yes."""
+        return self.kind == "cuda" and not self.rocm and self.capability is not None and self.capability < BF16_CAPABILITY
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether accelerate builds autocast and a loss scaler for fp16 here; on CPU and MPS it silently does not."""
+        return self.kind not in {"cpu", "mps"}
+
+    @property
+    def preferred(self) -> tuple[str, str]:
+        """The compute dtype that `precision="auto"` stands for here, and why."""
+        if self.kind == "cpu":
+            return FLOAT32, "a CPU: half precision saves no time worth its loss, and fp16 has no scaler"
+        if self.kind == "mps":
+            return FLOAT32, "MPS has no loss scaler, and its bfloat16 depends on the system's version"
+        if self.emulates_bf16:
+            return FLOAT16, f"{self} has no bfloat16 arithmetic (compute capability below 8.0), and has float16"
+        return BFLOAT16, f"{self} computes bfloat16 natively, which needs no loss scaling"
+
+    def __str__(self) -> str:
+        capability = f" (compute capability {self.capability[0]}.{self.capability[1]})" if self.capability else ""
+        return f"{self.name or self.kind}{capability}"
+
+
+def detect_device(device: "torch.device | str | None" = None) -> Device:
+    """Describes a live device.
+
+    Args:
+        device: A torch device; by default the accelerator that torch finds, else the CPU.
+
+    Returns:
+        The description. Asking for the capability initialises CUDA, as `TrainingArguments` does too.
+    """
+    import torch  # noqa: PLC0415 - the dataclass above is read by commands that must start without torch
+
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    device = torch.device(device)
+    if device.type != "cuda":
+        return Device(kind=device.type, name=device.type.upper())
+    return Device(
+        kind="cuda",
+        name=torch.cuda.get_device_name(device),
+        capability=torch.cuda.get_device_capability(device),
+        rocm=torch.version.hip is not None,
+    )

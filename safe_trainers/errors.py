@@ -1,0 +1,221 @@
+"""What can go wrong, and every refusal and warning of this package in one list.
+
+```
+Exception
+└── SafeTrainersError
+    ├── PrecisionError        (ValueError)   a run that would crash or lose precision, refused at construction
+    ├── ContractError         (TypeError)    a trainer class whose bases are in the wrong order
+    ├── RecipeError           (ValueError)   a recipe, command line or dataset that cannot be run
+    └── UnsupportedVersionError (ImportError) TRL or transformers outside the supported range
+UserWarning
+└── PrecisionWarning                         supported, but not what you probably want; says what to do
+```
+
+A refusal is right only where stock TRL would crash, or would train something else than what was asked for; whatever
+stock trains correctly must train. `REFUSALS` is the whole list, so that it can be read, tested and bounded.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class SafeTrainersError(Exception):
+    """Base class of the errors that this package raises on purpose."""
+
+
+class ContractError(SafeTrainersError, TypeError):
+    """A trainer class whose bases cannot keep the precision promises; the message holds the corrected line."""
+
+
+class RecipeError(SafeTrainersError, ValueError):
+    """A recipe, a command line or a dataset that cannot be run.
+
+    Args:
+        problems: One text per problem; all of them are shown at once.
+    """
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class UnsupportedVersionError(SafeTrainersError, ImportError):
+    """TRL or transformers is installed in a version outside the supported range."""
+
+
+class PrecisionWarning(UserWarning):
+    """A run that is supported but loses precision or speed; the text says what to do about it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One entry of the lists below: what is wrong with some input, and the line that mends it.
+
+    Attributes:
+        id: Stable slug, the same in every release.
+        why: Why it fails, as a template.
+        fix: The line to write instead, as a template.
+    """
+
+    id: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A finding about one run.
+
+    Attributes:
+        id: The finding's slug, a key of `REFUSALS` or `WARNINGS`.
+        given: What was passed.
+        why: Why it fails.
+        fix: The line to write.
+    """
+
+    id: str
+    given: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.given}\n  why: {self.why}\n  fix: {self.fix}  [{self.id}]"
+
+
+class PrecisionError(SafeTrainersError, ValueError):
+    """Everything that makes a run wrong in precision, found before its first step and raised at once.
+
+    Args:
+        problems: What was found, each with what was passed, why it fails and the line to write.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__(f"{head} with the precision of this run:\n" + "\n".join(f"- {p}" for p in self.problems))
+
+    def __reduce__(self) -> tuple[type["PrecisionError"], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+def _index(*findings: Finding) -> dict[str, Finding]:
+    return {finding.id: finding for finding in findings}
+
+
+REFUSALS = _index(
+    Finding(
+        "unknown-dtype",
+        "{value!r} names no dtype; accepted are {accepted}.",
+        "{field}={suggestion!r}",
+    ),
+    Finding(
+        "precision-contradicts-flag",
+        "`precision` decides about autocast by itself, and `{flag}` says something else.",
+        "drop `{flag}`, or drop `precision={precision!r}`",
+    ),
+    Finding(
+        "half-weights-under-other-autocast",
+        "autocast would round {weights} weights to {compute} in every operation and leave the others alone, so that "
+        "two half formats meet: some models crash there, and none computes what either format promises.",
+        "load the weights in the compute dtype, `model_init_kwargs={{'dtype': '{compute}'}}`, or set `{flag}=True`",
+    ),
+    Finding(
+        "bf16-is-emulated",
+        "{device} has no bfloat16 arithmetic (it needs compute capability 8.0): torch emulates it, many times slower.",
+        'use {config}(precision="fp16")',
+    ),
+    Finding(
+        "flash-attention-needs-half",
+        "flash attention kernels exist for bfloat16 and float16 only, and this run computes in float32.",
+        "`bf16=True` (or `precision='bf16'`), or `model_init_kwargs={{'attn_implementation': 'sdpa'}}`",
+    ),
+    Finding(
+        "half-trainables-under-loss-scaling",
+        "the loss scaler cannot unscale gradients of these dtypes: the optimizer would fail at the first step.",
+        "`model_init_kwargs={{'dtype': 'float32'}}` (autocast still computes in float16), or train in bf16",
+    ),
+    Finding(
+        "mixed-weights-need-autocast",
+        "without autocast a float32 result meets half-precision weights that are not in a Linear, Conv or Norm "
+        "module ({modules}), and torch refuses to multiply the two.",
+        "`{flag}=True`, so that autocast gives both the same dtype",
+    ),
+    Finding(
+        "accelerator-disagrees",
+        "the accelerator that was built runs mixed precision {actual!r}; an accelerate config, or "
+        "ACCELERATE_MIXED_PRECISION in the environment, overrides the training arguments.",
+        "remove `mixed_precision` from the accelerate config, or unset ACCELERATE_MIXED_PRECISION",
+    ),
+    Finding(
+        "unknown-choice",
+        "{value!r} is not one of {accepted}.",
+        "{field}={suggestion!r}",
+    ),
+)
+"""Every refusal that a trainer or a config of this package can make, by id."""
+
+WARNINGS = _index(
+    Finding(
+        "fp16-on-cpu",
+        "accelerate has neither autocast nor a loss scaler for fp16 on this device and says nothing: the run computes "
+        "in the weights' own dtype, {weights}.",
+        'drop `fp16=True`, or use `bf16=True`, or {config}(precision="auto")',
+    ),
+    Finding(
+        "half-trainables",
+        "{count} of {total} trainable elements are {dtypes}: an update smaller than about 1/256 (bfloat16) or 1/2048 "
+        "(float16) of a weight rounds to nothing, and so does most of the optimizer's state.",
+        "`model_init_kwargs={{'dtype': 'float32'}}` with `bf16=True`: fp32 master weights, the same compute dtype",
+    ),
+    Finding(
+        "rollout-not-aligned",
+        "`rollout_compute='stock'` leaves generation as upstream has it: part of the model may compute in another "
+        "dtype in the rollout than in training.",
+        "drop `rollout_compute='stock'`",
+    ),
+)
+"""Every warning of this package, by id; each is given once per trainer."""
+
+
+def refuse(finding_id: str, given: str, **details: object) -> Problem:
+    """Builds the problem of a refusal.
+
+    Args:
+        finding_id: A key of `REFUSALS`.
+        given: What was passed.
+        **details: The values that the finding's templates name.
+
+    Returns:
+        The problem, to be collected into one `PrecisionError`.
+    """
+    return _problem(REFUSALS[finding_id], given, details)
+
+
+def warn(finding_id: str, given: str, **details: object) -> Problem:
+    """Builds the problem of a warning; see `refuse`."""
+    return _problem(WARNINGS[finding_id], given, details)
+
+
+def _problem(finding: Finding, given: str, details: dict[str, object]) -> Problem:
+    return Problem(finding.id, given, finding.why.format(**details), finding.fix.format(**details))
+
+
+def nearest(value: str, accepted: Iterable[str]) -> str | None:
+    """The accepted spelling nearest to `value`, or `None` where nothing is near.
+
+    Args:
+        value: What was written.
+        accepted: What could have been meant.
+
+    Returns:
+        The nearest accepted spelling, compared without regard to case, `-` and `_`.
+    """
+
+    def plain(text: str) -> str:
+        return text.lower().replace("-", "_")
+
+    by_plain = {plain(choice): choice for choice in accepted}
+    match = difflib.get_close_matches(plain(value), by_plain, n=1, cutoff=0.6)
+    return by_plain[match[0]] if match else None

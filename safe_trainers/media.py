@@ -1,0 +1,246 @@
+"""Media tensors follow the tower that consumes them, early enough to move, buffer and slice half the bytes.
+
+Correctness does not depend on this: the boundaries inside the model cast whatever arrives. An early cast is an economy,
+and is used only where it was seen to change nothing.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .boundaries import cast_floating
+from .census import first_dtype
+from .dtypes import from_torch
+from .towers import anatomy, is_quantized, unwrap
+
+
+MEDIA_KEYS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "pixel_values",
+            "pixel_values_images",
+            "pixel_values_local",
+            "image_patches",
+            "image_pixel_values",
+            "high_res_pixel_values",
+        ),
+        "get_image_features",
+    ),
+    "pixel_values_videos": "get_video_features",
+    "input_features": "get_audio_features",
+    "audio_input_features": "get_audio_features",
+}
+"""Floating model inputs that are media, and the method that shows what a tower makes of each.
+
+A list of names, never "every floating tensor": `second_per_grid_ts` is multiplied into integer positions,
+`flattened_patches` carries row and column numbers, and `advantages` are no model input at all.
+"""
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class MediaDecision:
+    """What happens to one media tensor on its way to the device.
+
+    Attributes:
+        key: The input's name.
+        dtype: The dtype it is cast to, `None` where it stays as the processor made it.
+        reason: Why.
+    """
+
+    key: str
+    dtype: str | None
+    reason: str
+
+
+class MediaCaster:
+    """Decides once per media key, on its first batch, and casts every later batch alike.
+
+    Args:
+        keys: Media keys and their feature methods, as `MEDIA_KEYS`.
+        models: Every model that consumes the media: the policy first, then a reference model.
+        contexts: The compute contexts that the models run in.
+        sharded: Why towers cannot be called on their own, where an engine shards their weights; else `None`.
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[str, str],
+        models: Sequence[nn.Module],
+        contexts: Sequence[Context],
+        sharded: str | None = None,
+    ) -> None:
+        self._keys = keys
+        self._models = models
+        self._contexts = contexts
+        self._sharded = sharded
+        self._dtypes: dict[str, torch.dtype | None] = {}
+        self.decisions: dict[str, MediaDecision] = {}
+
+    def media(self, batch: Mapping[str, Any]) -> list[str]:
+        """The keys of `batch` that hold floating media."""
+        return [key for key, value in batch.items() if key in self._keys and _is_floating(value)]
+
+    def undecided(self, batch: Mapping[str, Any]) -> list[str]:
+        """The media keys of `batch` that no batch had before."""
+        return [key for key in self.media(batch) if key not in self.decisions]
+
+    def decide(self, batch: Mapping[str, Any]) -> None:
+        """Decides on the media keys of `batch` that no batch had before.
+
+        Runs the consuming tower three times at most, without gradients, in evaluation mode and with the random state
+        kept, so that nothing of the run changes.
+
+        Args:
+            batch: Model inputs on the models' device, media tensors as the processor made them.
+        """
+        for key in self.undecided(batch):
+            dtype, reason = self._decide(key, batch)
+            self._dtypes[key] = dtype
+            self.decisions[key] = MediaDecision(key, None if dtype is None else from_torch(dtype), reason)
+
+    def cast(self, key: str, value: Any) -> Any:
+        """Casts a media value as decided; the given tensors are never changed.
+
+        Args:
+            key: Its name.
+            value: A tensor, or nested lists of tensors, on any device.
+
+        Returns:
+            The value in the decided dtype.
+        """
+        dtype = self._dtypes.get(key)
+        return value if dtype is None else cast_floating(value, dtype)
+
+    def _decide(self, key: str, batch: Mapping[str, Any]) -> tuple[torch.dtype | None, str]:
+        if self._sharded is not None:
+            return None, f"unchanged: {self._sharded}, so a tower cannot be asked on its own"
+        wanted: set[torch.dtype] = set()
+        for model in self._models:
+            features = _feature_method(model, self._keys[key], key)
+            if features is None:
+                name = type(unwrap(model)).__name__
+                return None, f"unchanged: {name} has no {self._keys[key]}({key}, ...) to compare with"
+            try:
+                verdict = [self._compare(model, features, key, batch, context) for context in self._contexts]
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+                # A tower that cannot be asked is no fault of the run: the boundaries cast inside the model. It is said.
+                return None, f"unchanged: {self._keys[key]} could not be compared ({type(error).__name__}: {error})"
+            for dtype, reason in verdict:
+                if dtype is None:
+                    return None, reason
+                wanted.add(dtype)
+        if len(wanted) > 1:
+            names = ", ".join(sorted(map(from_torch, wanted)))
+            return None, f"unchanged: the models that consume it hold different dtypes ({names})"
+        dtype = wanted.pop()
+        return dtype, f"cast to {from_torch(dtype)} on the way to the device: the tower gives the same bits for both"
+
+    def _compare(
+        self, model: nn.Module, features: Callable[..., Any], key: str, batch: Mapping[str, Any], context: Context
+    ) -> tuple[torch.dtype | None, str]:
+        inputs = _accepted(features, batch)
+        tensor = inputs[key]
+        with _undisturbed(model), context():
+            with _first_tower(model) as seen:
+                plain = features(**inputs)
+            if not seen:
+                return None, f"unchanged: {self._keys[key]} runs no tower"
+            dtype = first_dtype(seen[0])
+            given = {t.dtype for t in _tensors(tensor)}
+            if dtype is None:
+                return None, "unchanged: the tower has no floating weights of its own"
+            if given == {dtype}:
+                return dtype, "it has the tower's dtype already"
+            if dtype.itemsize >= max(d.itemsize for d in given):
+                return None, f"unchanged: the tower's weights are {from_torch(dtype)}"
+            early = features(**{**inputs, key: cast_floating(tensor, dtype)})
+        if not _identical(plain, early):
+            return None, (
+                f"unchanged: the tower computes on {from_torch(max(given, key=lambda d: d.itemsize))} pixels before its "
+                f"own cast, and an early cast to {from_torch(dtype)} would change its output"
+            )
+        return dtype, "same bits"
+
+
+def _feature_method(model: nn.Module, name: str, key: str) -> Callable[..., Any] | None:
+    """The method of the model, or of a module around its text model, that takes `key`."""
+    base = unwrap(model)
+    for module in (base, *anatomy(base).containers):
+        method = getattr(module, name, None)
+        if callable(method) and key in inspect.signature(method).parameters:
+            return method
+    return None
+
+
+def _accepted(function: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in batch.items() if name in names}
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout, no running statistics, and the same random state afterwards."""
+    # A quantised layer that is told to evaluate may repack its weights for good (bitsandbytes on CPU): it is left alone.
+    training = [
+        module
+        for module in model.modules()
+        if module.training and not any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
+    ]
+    device = next(model.parameters()).device
+    devices = [device] if device.type not in {"cpu", "meta"} else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+@contextlib.contextmanager
+def _first_tower(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Collects the towers of `model` that run, in their order."""
+    seen: list[nn.Module] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.append(module)
+
+    handles = [tower.register_forward_pre_hook(record) for tower in anatomy(model).towers.values()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in {**dict(value), **getattr(value, "__dict__", {})}.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _is_floating(value: Any) -> bool:
+    return next(_tensors(value), None) is not None
+
+
+def _identical(left: Any, right: Any) -> bool:
+    """Whether two outputs hold the same floating tensors, bit for bit; equal NaNs are equal."""
+    pairs = list(zip(_tensors(left), _tensors(right), strict=False))
+    return len(pairs) == sum(1 for _ in _tensors(left)) == sum(1 for _ in _tensors(right)) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in pairs
+    )

@@ -1,0 +1,264 @@
+"""What a run computes in, decided from plain values alone, each decision with its reason.
+
+Nothing here touches a tensor or a model: `resolve` is a pure function, so that the whole of it can be read, and tested,
+as a table. What depends on the live model is counted by `census` and decided in `settlement`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .device import Device
+from .dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, HALVES, SHORT, parse_dtype
+from .errors import PrecisionError, Problem, nearest, refuse, warn
+
+
+OFF = "off"
+ROLLOUT_COMPUTE = ("training", "stock")
+FLAG_OF = {BFLOAT16: "bf16", FLOAT16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision.
+
+    Attributes:
+        value: What was decided.
+        reason: Why, in words that name what it was decided from.
+    """
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the user asked for, as plain values.
+
+    Attributes:
+        bf16: `TrainingArguments.bf16`; `None` where it was left unset.
+        fp16: `TrainingArguments.fp16`.
+        precision: The `precision` field of a Safe config, in any spelling of `parse_dtype`; `None` where unset.
+        rollout_compute: `"training"` or `"stock"`.
+        config: Name of the Safe config class to recommend in messages.
+    """
+
+    bf16: bool | None = None
+    fp16: bool = False
+    precision: str | None = None
+    rollout_compute: str = "training"
+    config: str = "SafeGRPOConfig"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of the model, declared before it is loaded or counted after.
+
+    Attributes:
+        weights: Dtypes of the weights that are neither adapters nor quantised; empty where unknown.
+        attn_implementation: `config._attn_implementation`, or what was asked for; `None` where unknown.
+        quantization: `"4bit"`, `"8bit"`, another method's name, or `None`.
+    """
+
+    weights: frozenset[str] = frozenset()
+    attn_implementation: str | None = None
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The precision of one run.
+
+    Attributes:
+        compute: Dtype of matrix products in training, scoring and rollout.
+        autocast: Autocast dtype, or `"off"`.
+        master: Dtype of trainable weights and of the optimizer's state.
+        frozen_base: Dtype of weights that are not trained.
+        media: Dtype of media tensors: what the tower that consumes them holds.
+        rollout: The context that generation runs in: `"training"` (the same as training's) or `"stock"`.
+        reference: Dtype that the reference model computes in.
+        loss_scale: `"dynamic"` under fp16 where there is a scaler, else `"off"`.
+        problems: What makes the run wrong; `check` raises them.
+        warnings: What is supported but loses precision.
+    """
+
+    compute: Choice
+    autocast: Choice
+    master: Choice
+    frozen_base: Choice
+    media: Choice
+    rollout: Choice
+    reference: Choice
+    loss_scale: Choice
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+    def choices(self) -> Iterator[tuple[str, Choice]]:
+        """Every decision with its name, in the order of the class."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Choice):
+                yield field.name, value
+
+    def check(self) -> None:
+        """Raises all problems at once.
+
+        Raises:
+            PrecisionError: If there are any.
+        """
+        if self.problems:
+            raise PrecisionError(self.problems)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as plain values, ready for JSON."""
+        return {
+            **{name: {"value": choice.value, "reason": choice.reason} for name, choice in self.choices()},
+            "problems": [vars(problem) for problem in self.problems],
+            "warnings": [vars(warning) for warning in self.warnings],
+        }
+
+    def __str__(self) -> str:
+        rows = list(self.choices())
+        name_width = max(len(name) for name, _ in rows)
+        value_width = max(len(choice.value) for _, choice in rows)
+        lines = [f"{name:<{name_width}}  {choice.value:<{value_width}}  {choice.reason}" for name, choice in rows]
+        lines += [f"problem: {problem}" for problem in self.problems]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def resolve_compute(flags: Flags, device: Device) -> tuple[Choice, tuple[Problem, ...]]:
+    """Decides the requested compute dtype from the flags alone.
+
+    Args:
+        flags: What the user asked for.
+        device: Where the run computes.
+
+    Returns:
+        `"float32"`, `"bfloat16"` or `"float16"` with the reason, and the contradictions between flags.
+
+    Raises:
+        PrecisionError: If `flags.precision` names no dtype.
+    """
+    if flags.precision is None:
+        if flags.fp16:
+            return Choice(FLOAT16, "fp16=True"), ()
+        if flags.bf16:
+            return Choice(BFLOAT16, "bf16=True"), ()
+        if flags.bf16 is False:
+            return Choice(FLOAT32, "neither bf16 nor fp16 is set"), ()
+    wanted = AUTO if flags.precision is None else parse_dtype(flags.precision, field="precision")
+    if wanted == AUTO:
+        wanted, reason = device.preferred
+        reason = f"precision='auto': {reason}"
+    else:
+        reason = f"precision={flags.precision!r}"
+    flag = FLAG_OF.get(wanted)
+    contradicting = [f"{other}=True" for other in ("bf16", "fp16") if getattr(flags, other) and other != flag]
+    if flag == "bf16" and flags.bf16 is False:
+        contradicting.append("bf16=False")
+    problems = tuple(
+        refuse(
+            "precision-contradicts-flag",
+            f"precision={flags.precision!r} ({SHORT[wanted]}) with {flag_text}",
+            flag=flag_text,
+            precision=flags.precision,
+        )
+        for flag_text in contradicting
+    )
+    return Choice(wanted, reason), problems
+
+
+def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
+    """Decides the precision of a run; a pure function of plain values.
+
+    Args:
+        flags: What the user asked for.
+        device: Where the run computes.
+        model: What is known of the model: declared, before it is loaded; counted, after.
+
+    Returns:
+        The policy, with the problems and warnings that follow from these values. Nothing is raised for them here:
+        call `check` once everything is known, so that all are reported together.
+
+    Raises:
+        PrecisionError: If a flag has no such value (`precision="fp12"`).
+    """
+    requested, problems = resolve_compute(flags, device)
+    found, warnings = list(problems), []
+    weights = " and ".join(sorted(model.weights)) or "as loaded"
+
+    scaled = requested.value == FLOAT16 and device.scales_loss
+    if requested.value == FLOAT32:
+        autocast = Choice(OFF, requested.reason)
+    elif requested.value == FLOAT16 and not scaled:
+        autocast = Choice(OFF, f"accelerate has no fp16 autocast on {device}")
+        warnings.append(
+            warn("fp16-on-cpu", f"{requested.reason} on {device}", weights=weights, config=flags.config)
+        )
+    else:
+        autocast = Choice(requested.value, requested.reason)
+
+    if autocast.value != OFF:
+        compute = Choice(autocast.value, f"autocast, from {requested.reason}")
+    elif len(model.weights) == 1:
+        compute = Choice(*model.weights, f"no autocast ({autocast.reason}): operations follow the weights")
+    elif model.weights:
+        compute = Choice(weights, f"no autocast ({autocast.reason}): each operation follows its own weights")
+    else:
+        compute = Choice(FLOAT32, f"no autocast ({autocast.reason}), and TRL loads float32 by default")
+
+    if flags.rollout_compute not in ROLLOUT_COMPUTE:
+        found.append(_unknown_rollout_compute(flags.rollout_compute))
+    found += _contradictions(requested, compute, device, model, flags)
+    aligned = flags.rollout_compute != "stock"
+    if not aligned and autocast.value != OFF:
+        warnings.append(warn("rollout-not-aligned", "rollout_compute='stock' under autocast"))
+
+    loaded = Choice(weights, "as loaded: `model_init_kwargs['dtype']`, float32 by default in TRL")
+    return PrecisionPolicy(
+        compute=compute,
+        autocast=autocast,
+        master=loaded,
+        frozen_base=loaded if model.quantization is None else Choice(model.quantization, "quantised, as loaded"),
+        media=Choice("tower", "each media tensor has the dtype of the tower that consumes it, where that is harmless"),
+        rollout=Choice(
+            "training" if aligned else "stock",
+            "generation runs in the compute context of training" if aligned else "as asked: upstream's own contexts",
+        ),
+        reference=Choice(compute.value, "the reference is scored in the same context as the policy"),
+        loss_scale=Choice("dynamic", "float16 gradients underflow without it") if scaled else Choice(OFF, "not fp16"),
+        problems=tuple(found),
+        warnings=tuple(warnings),
+    )
+
+
+def _contradictions(
+    requested: Choice, compute: Choice, device: Device, model: Model, flags: Flags
+) -> Iterator[Problem]:
+    """What cannot be computed as asked, on this device with these weights."""
+    clashing = (model.weights & HALVES) - {requested.value} if requested.value in HALVES else frozenset()
+    for weights in sorted(clashing):
+        yield refuse(
+            "half-weights-under-other-autocast",
+            f"{weights} weights with {requested.reason}",
+            weights=weights,
+            compute=requested.value,
+            flag=FLAG_OF[weights],
+        )
+    if requested.value == BFLOAT16 and device.emulates_bf16:
+        yield refuse("bf16-is-emulated", f"{requested.reason} on {device}", device=device, config=flags.config)
+    attention = model.attn_implementation or ""
+    if "flash_attention" in attention and compute.value == FLOAT32:
+        yield refuse("flash-attention-needs-half", f"attn_implementation={attention!r} with float32 compute")
+
+
+def _unknown_rollout_compute(value: str) -> Problem:
+    return refuse(
+        "unknown-choice",
+        f"rollout_compute={value!r}",
+        value=value,
+        accepted=", ".join(map(repr, ROLLOUT_COMPUTE)),
+        field="rollout_compute",
+        suggestion=nearest(str(value), ROLLOUT_COMPUTE) or ROLLOUT_COMPUTE[0],
+    )

@@ -1,0 +1,330 @@
+"""Recipes: a YAML file of TRL's own keys plus the few below, read strictly.
+
+Everything that can be wrong with a recipe is found before anything is written or loaded: unknown keys, values of the
+wrong type, contradicting precision, rewards that cannot be imported, folders that are missing. TRL's parser takes values
+from a file unchecked, as argparse does with defaults; here they go through the same door as the command line's.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
+from trl.scripts.rloo import RLOOScriptArguments
+
+from .arguments import SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
+from .dtypes import parse_dtype
+from .errors import PrecisionError, RecipeError, nearest
+
+
+TINY = "tiny:"
+"""Prefix of the embedded models and datasets, which are made on the spot: `tiny:aria`, `tiny:shapes`."""
+
+EMBEDDED_DATASETS = {"shapes": ("prompt", "image", "solution"), "preferences": ("chosen", "rejected")}
+"""The embedded datasets and their columns."""
+
+TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+
+
+@dataclass
+class RecipeArguments:
+    """The keys of a recipe beside TRL's.
+
+    Attributes:
+        needs_images: Refuse a dataset without an `image` or `images` column.
+        dataset_size: Number of training examples of an embedded dataset.
+        evaluation_size: Number of held-out examples that the result is measured on, by greedy decoding; 0 for none.
+        shuffle_images: Give every question the picture of another, as a control: nothing can be learned.
+        warm_up_steps: Steps of supervised training of an embedded model before the run.
+        warm_up_learning_rate: Its learning rate.
+        warm_up_batch_size: Its batch size.
+        progress: Show a progress bar.
+    """
+
+    needs_images: bool = field(default=False, metadata={"help": "Refuse a dataset without images."})
+    dataset_size: int = field(default=1024, metadata={"help": "Training examples of an embedded dataset."})
+    evaluation_size: int = field(default=192, metadata={"help": "Held-out examples to measure the result on."})
+    shuffle_images: bool = field(default=False, metadata={"help": "Control: every question gets another's picture."})
+    warm_up_steps: int = field(default=0, metadata={"help": "Supervised steps of an embedded model before the run."})
+    warm_up_learning_rate: float = field(default=6e-4, metadata={"help": "Learning rate of the warm-up."})
+    warm_up_batch_size: int = field(default=32, metadata={"help": "Batch size of the warm-up."})
+    progress: bool = field(default=True, metadata={"help": "Show a progress bar."})
+
+
+@dataclass(frozen=True)
+class Task:
+    """One algorithm of the command line.
+
+    Attributes:
+        trainer: Name of the trainer class.
+        config: Its config class.
+        script: TRL's dataclass with the dataset and reward keys.
+    """
+
+    trainer: str
+    config: type
+    script: type
+
+
+TASKS = {
+    "grpo": Task("SafeGRPOTrainer", SafeGRPOConfig, GRPOScriptArguments),
+    "rloo": Task("SafeRLOOTrainer", SafeRLOOConfig, RLOOScriptArguments),
+    "sft": Task("SafeSFTTrainer", SafeSFTConfig, ScriptArguments),
+    "reward": Task("SafeRewardTrainer", SafeRewardConfig, ScriptArguments),
+}
+
+
+@dataclass
+class Recipe:
+    """A recipe that was read and checked.
+
+    Attributes:
+        task: Its algorithm's name.
+        extra: The keys of `RecipeArguments`.
+        script: Dataset and reward keys.
+        training: The Safe config.
+        model: TRL's `ModelConfig`.
+        mixture: TRL's `DatasetMixtureConfig`.
+        source: The recipe file, `None` where everything came from the command line.
+    """
+
+    task: str
+    extra: RecipeArguments
+    script: Any
+    training: Any
+    model: Any
+    mixture: Any
+    source: Path | None = None
+
+
+class _Parser(TrlParser):
+    """TRL's parser, which raises instead of printing its whole usage and leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(message)
+
+
+def read_recipe(task: str, argv: Sequence[str]) -> Recipe:
+    """Reads a recipe and the overrides that follow it.
+
+    Args:
+        task: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
+        argv: `["--config", "recipe.yaml", "--learning_rate", "1e-5", ...]`; the command line wins.
+
+    Returns:
+        The recipe, checked as far as it can be without loading a model.
+
+    Raises:
+        RecipeError: For whatever cannot be run; every unknown key is named with the nearest valid one.
+        PrecisionError: For contradicting precision settings.
+    """
+    path, overrides = _split_config(list(argv))
+    classes = (RecipeArguments, TASKS[task].script, TASKS[task].config, ModelConfig, DatasetMixtureConfig)
+    values = _load_yaml(path) if path is not None else {}
+    known = {f.name for cls in classes for f in dataclasses.fields(cls) if f.init}
+    overridden = [arg[2:].split("=")[0] for arg in overrides if arg.startswith("--")]
+    _check_keys(values, known, f"in {path}")
+    _check_keys([key for key in overridden if key.replace("-", "_") not in known], known, "on the command line")
+    # A value from the file is dropped where the command line has one, so that argparse sees each key once.
+    taken = {key.replace("-", "_") for key in overridden}
+    arguments = [arg for key, value in values.items() if key not in taken for arg in _as_arguments(key, value)]
+    try:
+        parsed = _Parser(classes).parse_args_into_dataclasses(args=[*arguments, *overrides], look_for_args_file=False)
+    except PrecisionError:
+        raise
+    except RecipeError as error:
+        raise RecipeError(f"{path or 'command line'}: {error}") from None
+    except (ValueError, TypeError) as error:
+        # What the configs of TRL and transformers refuse by themselves, in their own words.
+        raise RecipeError(f"{path or 'command line'}: {error}") from error
+    recipe = Recipe(task, *parsed, source=path)
+    _check(recipe)
+    return recipe
+
+
+def load_rewards(recipe: Recipe) -> list[Any]:
+    """The reward functions of a recipe: TRL's by name, anyone's by dotted path, a reward model by its folder.
+
+    Args:
+        recipe: A `grpo` or `rloo` recipe.
+
+    Returns:
+        What the trainers take as `reward_funcs`.
+
+    Raises:
+        RecipeError: If one cannot be imported, with the nearest valid spelling.
+    """
+    script = recipe.script
+    rewards: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    rewards += [_import_reward(name) for name in script.reward_funcs or []]
+    if not rewards:
+        raise RecipeError("reward_funcs is empty. Write: reward_funcs: [accuracy_reward], or a dotted path of your own")
+    return rewards
+
+
+def embedded_name(value: str | None) -> str | None:
+    """The name behind `tiny:`, `None` where the value names nothing embedded."""
+    return value.removeprefix(TINY) if value is not None and value.startswith(TINY) else None
+
+
+def _split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in argv:
+        return None, argv
+    position = argv.index("--config")
+    if position + 1 == len(argv):
+        raise RecipeError("--config needs a file. Write: --config recipes/grpo/tiny_vlm_bf16.yaml")
+    return Path(argv[position + 1]), [*argv[:position], *argv[position + 2 :]]
+
+
+def _load_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        raise RecipeError(f"there is no recipe {path}{_hint(nearest(str(path), siblings))}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds {type(values).__name__}, not `key: value` lines")
+    return values
+
+
+def _check_keys(keys: Iterable[Any], known: set[str], where: str) -> None:
+    unknown = [str(key) for key in keys if key not in known]
+    if unknown:
+        raise RecipeError([f"{where}: there is no key {key!r}{_hint(nearest(key, known))}" for key in unknown])
+
+
+def _as_arguments(key: str, value: Any) -> list[str]:
+    """A value of a file as the command line would give it, so that both are checked by the same parser."""
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    if isinstance(value, dict):
+        return [f"--{key}", json.dumps(value)]
+    return [f"--{key}={value}"]
+
+
+def _check(recipe: Recipe) -> None:
+    """What needs more than the parser: names that have to exist, before anything is made."""
+    problems = [
+        *_attempt(lambda: _check_model(recipe)),
+        *_attempt(lambda: _check_dataset(recipe)),
+        *_attempt(lambda: load_rewards(recipe) if hasattr(recipe.script, "reward_funcs") else None),
+        *_attempt(lambda: _check_output(recipe)),
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _attempt(check: Callable[[], Any]) -> tuple[str, ...]:
+    try:
+        check()
+    except RecipeError as error:
+        return error.problems
+    return ()
+
+
+def _check_model(recipe: Recipe) -> None:
+    from .tiny import FAMILIES  # noqa: PLC0415 - lazily exported
+
+    name = recipe.model.model_name_or_path
+    if name is None:
+        raise RecipeError("model_name_or_path is missing. Write: model_name_or_path: tiny:aria, or a folder or hub name")
+    family = embedded_name(name)
+    if family is not None and family not in FAMILIES:
+        raise RecipeError(f"there is no embedded model {name!r}{_hint(nearest(family, FAMILIES), TINY)}")
+    if family is None and recipe.extra.warm_up_steps:
+        raise RecipeError(f"warm_up_steps is for embedded models, and {name!r} is none. Drop `warm_up_steps`")
+    if family is None and _is_path(name) and not (Path(name) / "config.json").is_file():
+        where = Path(name)
+        siblings = [str(p.parent) for p in where.parent.glob("*/config.json")] if where.parent.is_dir() else []
+        raise RecipeError(f"there is no model in the folder {name}{_hint(nearest(name, siblings))}")
+    if recipe.model.dtype is not None:
+        parse_dtype(recipe.model.dtype)
+
+
+def _check_dataset(recipe: Recipe) -> None:
+    name = recipe.script.dataset_name
+    embedded = embedded_name(name)
+    if name is None and not recipe.mixture.datasets:
+        raise RecipeError("dataset_name is missing. Write: dataset_name: tiny:shapes, or a folder or hub name")
+    if embedded is not None and embedded not in EMBEDDED_DATASETS:
+        raise RecipeError(f"there is no embedded dataset {name!r}{_hint(nearest(embedded, EMBEDDED_DATASETS), TINY)}")
+    if name is not None and embedded is None and _is_path(name) and not Path(name).exists():
+        raise RecipeError(f"there is no dataset at {name}")
+    if embedded is not None:
+        check_columns(recipe, EMBEDDED_DATASETS[embedded])
+
+
+def check_columns(recipe: Recipe, columns: Sequence[str]) -> None:
+    """Refuses a dataset without pictures for a recipe that needs them.
+
+    Args:
+        recipe: The recipe.
+        columns: The dataset's columns.
+
+    Raises:
+        RecipeError: With the columns that are there.
+    """
+    if recipe.extra.needs_images and not {"image", "images"} & set(columns):
+        raise RecipeError(_no_images(str(recipe.script.dataset_name), columns))
+
+
+def _no_images(name: str, columns: Sequence[str]) -> str:
+    near = next((match for column in columns if (match := nearest(column, ("image", "images")))), None)
+    rename = f". Rename its column, or did you mean {near!r}?" if near else ""
+    return (
+        f"dataset {name} has no `image` or `images` column, only {', '.join(columns)}, and this recipe needs pictures"
+        f"{rename or '. Use a dataset with pictures, or write needs_images: false'}"
+    )
+
+
+def _check_output(recipe: Recipe) -> None:
+    output = Path(recipe.training.output_dir)
+    if output.exists() and not output.is_dir():
+        raise RecipeError(f"output_dir {output} is a file. Write: output_dir: {output}-run")
+
+
+def _import_reward(name: str) -> Any:
+    if name in TRL_REWARDS:
+        import trl.rewards  # noqa: PLC0415
+
+        return getattr(trl.rewards, name)
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name:
+        raise RecipeError(
+            f"there is no reward function {name!r}{_hint(nearest(name, TRL_REWARDS))}: it is one of "
+            f"{', '.join(TRL_REWARDS)}, or a dotted path such as my_package.rewards.exact_match"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise RecipeError(f"reward function {name!r} cannot be imported: {error}") from None
+    reward = getattr(module, attribute, None)
+    if not callable(reward):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = nearest(attribute, functions)
+        raise RecipeError(f"module {module_name} has no function {attribute!r}{_hint(near, f'{module_name}.')}")
+    return reward
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be a folder: hub names have at most one slash, and start with no dot."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _hint(match: str | None, prefix: str = "") -> str:
+    return f"; did you mean {prefix + match!r}?" if match else ""

@@ -1,0 +1,116 @@
+"""What is done to one live model, decided from the policy and the census, with reasons; then done, once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .boundaries import guard_features, guard_leaves
+from .census import Census
+from .dtypes import FLOAT32, HALVES
+from .errors import Problem, warn
+from .policy import OFF, PrecisionPolicy
+from .towers import anatomy
+
+
+INPUT, OUTPUT = "input", "output"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place in the model where dtypes can meet.
+
+    Attributes:
+        side: `"input"`: what enters the leaves of `module` follows their weights. `"output"`: what towers give back
+            follows the input embeddings.
+        module: Name of the tower, `"model"` for the whole model, `"features"` for the `get_*_features` methods.
+        reason: Which dtypes meet there, and when.
+    """
+
+    side: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What is done to a model.
+
+    Attributes:
+        boundaries: The dtype boundaries to place; empty where no two dtypes can meet.
+        warnings: What is supported but loses precision.
+    """
+
+    boundaries: tuple[Boundary, ...]
+    warnings: tuple[Problem, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settlement as plain values, ready for JSON."""
+        return {
+            "boundaries": [vars(boundary) for boundary in self.boundaries],
+            "warnings": [vars(warning) for warning in self.warnings],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{boundary.side} of {boundary.module}: {boundary.reason}" for boundary in self.boundaries]
+        return "\n".join(lines or ["no boundaries: no two dtypes can meet in this model"])
+
+
+def settle(policy: PrecisionPolicy, census: Census) -> Settlement:
+    """Decides what a model needs; a pure function.
+
+    Args:
+        policy: The policy of the run.
+        census: The count of the model.
+
+    Returns:
+        The settlement.
+    """
+    return Settlement(tuple(_boundaries(policy, census)), tuple(_warnings(census)))
+
+
+def apply(settlement: Settlement, model: nn.Module) -> None:
+    """Does what was decided. Doing it again changes nothing.
+
+    Args:
+        model: The model that the census was taken of, or one of the same class (the reference model).
+        settlement: What was decided for it.
+    """
+    parts = anatomy(model)
+    for boundary in settlement.boundaries:
+        if boundary.side == OUTPUT:
+            guard_features(parts)
+        else:
+            guard_leaves([model] if boundary.module == "model" else [parts.towers[boundary.module]])
+
+
+def _boundaries(policy: PrecisionPolicy, census: Census) -> Iterator[Boundary]:
+    autocast = policy.autocast.value
+    if autocast == OFF and len(census.weights) > 1:
+        yield Boundary(INPUT, "model", f"{_list(census.weights)} weights meet, and there is no autocast")
+    else:
+        for tower in census.towers:
+            if tower.dtypes & HALVES:
+                reason = f"{_list(tower.dtypes)} weights; processors return float32, and generation may be outside autocast"
+                yield Boundary(INPUT, tower.name, reason)
+    if census.towers and census.embeddings is not None:
+        given = {autocast, FLOAT32} - {OFF} if autocast != OFF else {d for tower in census.towers for d in tower.dtypes}
+        if given - {census.embeddings}:
+            reason = f"towers give {_list(given)}, and the embeddings are {census.embeddings}"
+            yield Boundary(OUTPUT, "features", reason)
+
+
+def _warnings(census: Census) -> Iterator[Problem]:
+    halves = {dtype: count for dtype, count in census.trainable.items() if dtype in HALVES}
+    if halves:
+        count, total = sum(halves.values()), sum(census.trainable.values())
+        example = census.trainable_names[next(iter(halves))]
+        yield warn(
+            "half-trainables", f"trainable weights in {_list(halves)}, such as {example}",
+            count=count, total=total, dtypes=_list(halves),
+        )  # fmt: skip
+
+
+def _list(dtypes: Any) -> str:
+    return " and ".join(sorted(dtypes))

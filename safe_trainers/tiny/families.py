@@ -1,0 +1,127 @@
+"""Names of the tiny model families and the marker tokens each of them needs.
+
+This module imports neither torch nor transformers, so that a command line can list the families at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+IMAGE_SIZE = 32
+"""Height and width of a picture, in pixels."""
+
+PATCH_SIZE = 8
+"""Height and width of a patch of the vision towers, in pixels."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the builders have to know about one family.
+
+    Args:
+        name: Name of the family.
+        image_token: The token that image features are scattered into, or `None` for a text-only family.
+        template_token: What the chat template writes for one picture; the processor expands it.
+        markers: Further marker tokens, as `attribute name on the tokenizer -> token`.
+        patch_tokens: Pixels along one side of a picture that share one image token.
+    """
+
+    name: str
+    image_token: str | None = None
+    template_token: str = ""
+    markers: dict[str, str] = field(default_factory=dict)
+    patch_tokens: int = PATCH_SIZE
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """All multimodal tokens of the family, as `attribute name on the tokenizer -> token`."""
+        image = {} if self.image_token is None else {"image_token": self.image_token}
+        return {**image, **self.markers}
+
+
+_IDEFICS_MARKERS = {
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+    "end_of_utterance_token": "<end_of_utterance>",
+}
+_QWEN_MARKERS = {
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "video_token": "<|video_pad|>",
+}
+
+_SPECS: dict[str, Family] = {
+    spec.name: spec
+    for spec in (
+        Family("llava", "<image>", "<image>"),
+        Family("aria", "<image>", "<image>"),
+        Family(
+            "qwen2_5_vl",
+            "<|image_pad|>",
+            "<|vision_start|><|image_pad|><|vision_end|>",
+            _QWEN_MARKERS,
+            patch_tokens=2 * PATCH_SIZE,
+        ),
+        Family("smolvlm", "<image>", "<image>", _IDEFICS_MARKERS),
+        Family("idefics3", "<image>", "<image>", _IDEFICS_MARKERS),
+        Family(
+            "gemma3",
+            "<image_soft_token>",
+            "<start_of_image>",
+            {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        ),
+        Family(
+            "llama4",
+            "<|patch|>",
+            "<|image_start|><|patch|><|image_end|>",
+            {"boi_token": "<|image_start|>", "eoi_token": "<|image_end|>"},
+            patch_tokens=2 * PATCH_SIZE,
+        ),
+        Family("nocast", "<image>", "<image>"),
+        Family("text"),
+    )
+}
+
+FAMILIES: tuple[str, ...] = tuple(_SPECS)
+"""Names of all families, the text-only one last."""
+
+VISION_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _SPECS.items() if spec.image_token is not None)
+"""Names of the families that take pictures."""
+
+
+def check_choice(what: str, value: object, accepted: Sequence[str]) -> str:
+    """Return `value` if it is one of `accepted`.
+
+    Args:
+        what: What the value is called, for the message.
+        value: The value to check.
+        accepted: The accepted names.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: If the value is not accepted; the message lists the accepted names and the nearest one.
+    """
+    if isinstance(value, str) and value in accepted:
+        return value
+    nearest = difflib.get_close_matches(str(value), accepted, n=1, cutoff=0.0)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"Unknown {what} {value!r}: it must be one of {', '.join(map(repr, accepted))}.{hint}")
+
+
+def family_spec(family: str) -> Family:
+    """Return what the builders have to know about a family.
+
+    Args:
+        family: One of `FAMILIES`.
+
+    Returns:
+        Its specification.
+
+    Raises:
+        ValueError: If there is no such family.
+    """
+    return _SPECS[check_choice("family", family, FAMILIES)]

@@ -1,0 +1,80 @@
+"""The words of the picture task: 4 colours x 2 shapes x 3 counts."""
+
+from __future__ import annotations
+
+COUNTS: tuple[str, ...] = ("one", "two", "three")
+COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow")
+SHAPES: tuple[str, ...] = ("square", "circle")
+QUESTION = "what is in the picture?"
+
+# Enough everyday words that a short prompt of a user's own stays short; anything else is spelt in bytes.
+_OTHER_WORDS = (
+    "a an and are as at be by can color colour colours colors count describe do does for from given has have how i "
+    "image in is it its kind many me name no not number of on only or picture please say see shape shapes shown that "
+    "the there these they this to using what which with words yes you your answer question left right top bottom"
+)
+
+
+def noun(shape: str, count: str) -> str:
+    """Return the shape's noun in the number that agrees with the count.
+
+    Args:
+        shape: One of `SHAPES`.
+        count: One of `COUNTS`.
+
+    Returns:
+        The noun, e.g. `"squares"`.
+    """
+    return shape if count == COUNTS[0] else f"{shape}s"
+
+
+def phrase(count: str, colour: str, shape: str) -> str:
+    """Return the answer for a picture, e.g. `"two red squares"`.
+
+    Args:
+        count: One of `COUNTS`.
+        colour: One of `COLOURS`.
+        shape: One of `SHAPES`.
+
+    Returns:
+        Three words, the noun agreeing with the count.
+    """
+    return f"{count} {colour} {noun(shape, count)}"
+
+
+ANSWERS: tuple[str, ...] = tuple(
+    phrase(count, colour, shape) for count in COUNTS for colour in COLOURS for shape in SHAPES
+)
+"""All 24 answers."""
+
+
+def parse_phrase(text: str) -> tuple[str | None, str | None, str | None]:
+    """Read count, colour and shape off a text.
+
+    Only the first three words count, each in its place, so that a text that lists every word earns nothing for it.
+
+    Args:
+        text: Anything a model wrote.
+
+    Returns:
+        `(count, colour, shape)`, `None` for each that is missing or not a word of the task. The shape is given in the
+        singular, whatever its number.
+    """
+    words: list[str] = text.lower().split()[:3]
+    count, colour, shape = [*words, "", "", ""][:3]
+    singular = shape.removesuffix("s")
+    return (
+        count if count in COUNTS else None,
+        colour if colour in COLOURS else None,
+        singular if singular in SHAPES else None,
+    )
+
+
+def task_words() -> list[str]:
+    """Return the words that get a token of their own, without duplicates, in a fixed order.
+
+    Returns:
+        Lower-case words.
+    """
+    nouns = [noun(shape, count) for shape in SHAPES for count in COUNTS[:2]]
+    return list(dict.fromkeys([*COUNTS, *COLOURS, *nouns, *QUESTION.rstrip("?").split(), *_OTHER_WORDS.split()]))

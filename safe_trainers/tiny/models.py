@@ -1,0 +1,304 @@
+"""Tiny models with random weights, made from their configs in a fraction of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    AriaConfig,
+    AriaForConditionalGeneration,
+    AutoConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
+
+from safe_trainers.tiny.families import FAMILIES, IMAGE_SIZE, PATCH_SIZE, check_choice, family_spec
+from safe_trainers.tiny.nocast import NoCastConfig, NoCastForConditionalGeneration
+from safe_trainers.tiny.tokenizer import build_tokenizer, marker_ids
+
+_HIDDEN = 64
+_HEADS = 4
+_MLP = 128
+_TOKENS_PER_SIDE = IMAGE_SIZE // PATCH_SIZE
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> dict[str, Any]:
+    """Return the options every text config shares, for a tokenizer's vocabulary."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _MLP,
+        "num_hidden_layers": 1,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "max_position_embeddings": 1024,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
+def _vision(**changes: Any) -> dict[str, Any]:
+    """Return the options most vision configs share."""
+    return {
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _MLP,
+        "num_hidden_layers": 1,
+        "num_attention_heads": _HEADS,
+        "image_size": IMAGE_SIZE,
+        "patch_size": PATCH_SIZE,
+        **changes,
+    }
+
+
+def _llava(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    # Without the class token a CLIP tower would read a patch less than the processor announces, so a Siglip tower.
+    vision = AutoConfig.for_model("siglip_vision_model", **_vision(vision_use_head=False))
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**_text(tokenizer)),
+        image_token_index=ids["image_token"],
+        image_seq_length=_TOKENS_PER_SIDE**2,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def _aria(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    config = AriaConfig(
+        vision_config={"model_type": "idefics3_vision", **_vision()},
+        text_config=_text(tokenizer, moe_num_experts=2, moe_topk=1, moe_num_shared_experts=1),
+        projector_patch_to_query_dict={_TOKENS_PER_SIDE**2: _TOKENS_PER_SIDE**2},
+        image_token_index=ids["image_token"],
+    )
+    return AriaForConditionalGeneration(config)
+
+
+def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    # Rotary positions of pictures have three parts; they share half the head dimension.
+    half = _HIDDEN // _HEADS // 2
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 1,
+            "hidden_size": _HIDDEN,
+            "intermediate_size": _MLP,
+            "num_heads": _HEADS,
+            "patch_size": PATCH_SIZE,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 4 * PATCH_SIZE,
+            "fullatt_block_indexes": [0],
+            "out_hidden_size": _HIDDEN,
+        },
+        text_config=_text(tokenizer, rope_parameters=rope),
+        image_token_id=ids["image_token"],
+        video_token_id=ids["video_token"],
+        vision_start_token_id=ids["vision_start_token"],
+        vision_end_token_id=ids["vision_end_token"],
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _idefics3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    config = Idefics3Config(
+        vision_config=_vision(),
+        text_config=LlamaConfig(**_text(tokenizer)),
+        image_token_id=ids["image_token"],
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=1,
+    )
+    return Idefics3ForConditionalGeneration(config)
+
+
+def _smolvlm(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    config = SmolVLMConfig(
+        vision_config=_vision(),
+        text_config=LlamaConfig(**_text(tokenizer)),
+        image_token_id=ids["image_token"],
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=1,
+    )
+    return SmolVLMForConditionalGeneration(config)
+
+
+def _gemma3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    head = _HIDDEN // _HEADS
+    config = Gemma3Config(
+        vision_config={"model_type": "siglip_vision_model", **_vision(vision_use_head=False)},
+        text_config=_text(tokenizer, head_dim=head, query_pre_attn_scalar=head, sliding_window=512),
+        mm_tokens_per_image=_TOKENS_PER_SIDE**2,
+        boi_token_index=ids["boi_token"],
+        eoi_token_index=ids["eoi_token"],
+        image_token_index=ids["image_token"],
+        tie_word_embeddings=False,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def _llama4(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    config = Llama4Config(
+        vision_config=_vision(
+            # The adapter reads patches shuffled by `pixel_shuffle_ratio`, i.e. four times as wide.
+            intermediate_size=int(_HIDDEN // 0.5**2),
+            projector_input_dim=_HIDDEN,
+            projector_output_dim=_HIDDEN,
+            vision_output_dim=_HIDDEN,
+        ),
+        text_config=_text(
+            tokenizer,
+            head_dim=_HIDDEN // _HEADS,
+            intermediate_size_mlp=_MLP,
+            num_local_experts=2,
+            attention_chunk_size=1024,
+        ),
+        boi_token_index=ids["boi_token"],
+        eoi_token_index=ids["eoi_token"],
+        image_token_index=ids["image_token"],
+    )
+    return Llama4ForConditionalGeneration(config)
+
+
+def _nocast(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    text = _text(tokenizer)
+    tokens = {name: text[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config = NoCastConfig(text_config=text, image_token_id=ids["image_token"], **tokens)
+    return NoCastForConditionalGeneration(config)
+
+
+def _text_only(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**_text(tokenizer)))
+
+
+_BUILDERS: dict[str, Callable[[PreTrainedTokenizerBase, dict[str, int]], PreTrainedModel]] = {
+    "llava": _llava,
+    "aria": _aria,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "smolvlm": _smolvlm,
+    "idefics3": _idefics3,
+    "gemma3": _gemma3,
+    "llama4": _llama4,
+    "nocast": _nocast,
+    "text": _text_only,
+}
+
+
+def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return a weight dtype from its name.
+
+    Args:
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or the torch dtype itself.
+
+    Returns:
+        The torch dtype.
+
+    Raises:
+        ValueError: If it is none of the three.
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    return _DTYPES[check_choice("dtype", dtype, tuple(_DTYPES))]
+
+
+def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str) -> PreTrainedModel:
+    """Cast the weights and set the generation defaults."""
+    resolved = resolve_dtype(dtype)
+    # Parameters only, as `from_pretrained` does: rotary tables stay float32, or complex in Llama 4.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(resolved)
+    model.config.dtype = resolved
+    model.eval()
+    if model.can_generate():
+        generation = model.generation_config
+        generation.pad_token_id = tokenizer.pad_token_id
+        generation.bos_token_id = tokenizer.bos_token_id
+        generation.eos_token_id = tokenizer.eos_token_id
+        # A random model samples image markers, for which there are no image features.
+        generation.suppress_tokens = marker_ids(tokenizer)
+    return model
+
+
+def build_model(
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | str = torch.float32,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PreTrainedModel:
+    """Build a tiny model with random weights.
+
+    32 x 32 pictures, patches of 8, hidden size 64, one vision and one text layer: 0.1 to 0.3 million parameters.
+
+    Args:
+        family: One of `FAMILIES`.
+        seed: Seed of the weights. torch's global random state is left as it was.
+        dtype: Weight dtype: float32, bfloat16 or float16, or its name.
+        tokenizer: The tokenizer whose vocabulary and tokens the model is for; the family's own if omitted.
+
+    Returns:
+        The model on the CPU, in evaluation mode.
+
+    Raises:
+        ValueError: If there is no such family or dtype.
+    """
+    spec = family_spec(check_choice("family", family, FAMILIES))
+    resolved = resolve_dtype(dtype)
+    tokenizer = build_tokenizer(family) if tokenizer is None else tokenizer
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in spec.special_tokens.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _BUILDERS[family](tokenizer, ids)
+    return _finish(model, tokenizer, resolved)
+
+
+def build_reward_model(
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | str = torch.float32,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PreTrainedModel:
+    """Build a tiny reward model: the text family's Llama with one output.
+
+    Args:
+        seed: Seed of the weights. torch's global random state is left as it was.
+        dtype: Weight dtype: float32, bfloat16 or float16, or its name.
+        tokenizer: The tokenizer the model is for; the text family's if omitted.
+
+    Returns:
+        A sequence classification model with one label, on the CPU, in evaluation mode.
+
+    Raises:
+        ValueError: If there is no such dtype.
+    """
+    resolved = resolve_dtype(dtype)
+    tokenizer = build_tokenizer("text") if tokenizer is None else tokenizer
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForSequenceClassification(LlamaConfig(**_text(tokenizer), num_labels=1))
+    return _finish(model, tokenizer, resolved)

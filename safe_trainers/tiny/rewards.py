@@ -1,0 +1,77 @@
+"""Reward functions of the picture task, with the signature TRL's trainers call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from safe_trainers.tiny.grammar import parse_phrase
+
+
+def completion_text(completion: Any) -> str:
+    """Return what a completion says, whatever form it comes in.
+
+    Args:
+        completion: A string, a message, a list of messages, or anything else.
+
+    Returns:
+        The text, without surrounding white space; empty for anything that holds none.
+    """
+    if isinstance(completion, str):
+        return completion.strip()
+    if isinstance(completion, dict):
+        if "content" in completion:
+            return completion_text(completion["content"])
+        text = completion.get("text")
+        return text.strip() if isinstance(text, str) else ""
+    if isinstance(completion, (list, tuple)):
+        return " ".join(filter(None, map(completion_text, completion)))
+    return ""
+
+
+def _check_lengths(completions: Sequence[Any], solution: Sequence[str]) -> None:
+    if len(completions) != len(solution):
+        raise ValueError(f"{len(completions)} completions for {len(solution)} solutions: give one solution for each.")
+
+
+def exact_match(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float]:
+    """Reward 1 for the right answer and 0 for any other.
+
+    Args:
+        completions: `B` completions, strings or conversations.
+        solution: `B` right answers, e.g. `"two red squares"`.
+        **kwargs: Ignored; the trainers pass further columns.
+
+    Returns:
+        `B` rewards, 0 or 1.
+
+    Raises:
+        ValueError: If the two are not equally many.
+    """
+    _check_lengths(completions, solution)
+    return [float(completion_text(c).lower() == s.lower()) for c, s in zip(completions, solution, strict=True)]
+
+
+def attribute_match(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float]:
+    """Reward the share of right attributes among count, colour and shape, each read in its place.
+
+    Args:
+        completions: `B` completions, strings or conversations.
+        solution: `B` right answers, e.g. `"two red squares"`.
+        **kwargs: Ignored; the trainers pass further columns.
+
+    Returns:
+        `B` rewards: 0, 1/3, 2/3 or 1.
+
+    Raises:
+        ValueError: If the two are not equally many, or if a solution is no answer of the task.
+    """
+    _check_lengths(completions, solution)
+    rewards = []
+    for completion, right in zip(completions, solution, strict=True):
+        wanted = parse_phrase(right)
+        if None in wanted:
+            raise ValueError(f"{right!r} is no answer of the picture task: it must be like 'two red squares'.")
+        said = parse_phrase(completion_text(completion))
+        rewards.append(sum(a == b for a, b in zip(said, wanted, strict=True)) / len(wanted))
+    return rewards

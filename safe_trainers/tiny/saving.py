@@ -1,0 +1,53 @@
+"""Saved tiny checkpoints: a folder that `from_pretrained` and the trainers load without a network."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from safe_trainers.tiny.models import build_model, build_reward_model, resolve_dtype
+from safe_trainers.tiny.processors import build_processor
+
+
+def save(family: str, folder: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32") -> Path:
+    """Write a tiny model and its processor.
+
+    The folder appears complete or not at all: it is written beside its place and renamed. An existing folder is
+    replaced.
+
+    Args:
+        family: One of `FAMILIES`, or `"reward"` for the text-only reward model.
+        folder: Where to write.
+        seed: Seed of the weights.
+        dtype: Weight dtype: `"float32"`, `"bfloat16"` or `"float16"`.
+
+    Returns:
+        The folder, absolute.
+
+    Raises:
+        ValueError: If there is no such family or dtype.
+        FileExistsError: If `folder` exists and holds no `config.json`, i.e. is no checkpoint to replace.
+    """
+    resolve_dtype(dtype)
+    if family == "reward":
+        processor = build_processor("text")
+        model = build_reward_model(seed=seed, dtype=dtype, tokenizer=processor)
+    else:
+        processor = build_processor(family)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        model = build_model(family, seed=seed, dtype=dtype, tokenizer=tokenizer)
+
+    target = Path(folder).absolute()
+    if target.exists() and not (target / "config.json").is_file() and any(target.iterdir()):
+        raise FileExistsError(f"{target} exists and is no checkpoint: give a new folder or remove it first.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the rename stays on one file system.
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        fresh = Path(scratch) / "new"
+        model.save_pretrained(fresh)
+        processor.save_pretrained(fresh)
+        if target.exists():
+            target.rename(Path(scratch) / "old")
+        fresh.rename(target)
+    return target

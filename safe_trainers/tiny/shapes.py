@@ -1,0 +1,224 @@
+"""The picture task: 32 x 32 pictures with one to three equal shapes, and the datasets made of them.
+
+Every picture is assigned to training or to the held-out part by its own hash, so the two are disjoint whatever the
+seeds are. The same holds for the texts of the preference data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from safe_trainers.tiny.families import IMAGE_SIZE, check_choice
+from safe_trainers.tiny.grammar import ANSWERS, COLOURS, COUNTS, QUESTION, SHAPES, noun, parse_phrase
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SPLITS: tuple[str, ...] = ("train", "heldout")
+
+_CELL = IMAGE_SIZE // 2
+_HELDOUT_SHARE = 0.25
+_RGB: dict[str, tuple[int, int, int]] = {
+    "red": (230, 40, 40),
+    "green": (40, 200, 60),
+    "blue": (50, 80, 240),
+    "yellow": (235, 215, 40),
+}
+
+
+def split_of(content: bytes) -> str:
+    """Return the split that a picture's or text's bytes belong to.
+
+    Args:
+        content: `H * W * 3` bytes of an RGB picture, or an encoded text.
+
+    Returns:
+        `"heldout"` for a quarter of all contents, else `"train"`.
+    """
+    digest = hashlib.sha256(content).digest()
+    return "heldout" if int.from_bytes(digest[:4], "big") < _HELDOUT_SHARE * 2**32 else "train"
+
+
+def _draw_shape(pixels: np.ndarray, shape: str, colour: np.ndarray, cell: int, rng: np.random.Generator) -> None:
+    """Paint one shape into one of the four cells of `pixels` (`(H, W, 3)`, float64)."""
+    radius = rng.uniform(4.8, 6.4)
+    reach = _CELL / 2 - radius - 0.5
+    row = (cell // 2) * _CELL + _CELL / 2 - 0.5 + rng.uniform(-reach, reach)
+    column = (cell % 2) * _CELL + _CELL / 2 - 0.5 + rng.uniform(-reach, reach)
+    rows, columns = np.ogrid[:IMAGE_SIZE, :IMAGE_SIZE]
+    if shape == "circle":
+        inside = (rows - row) ** 2 + (columns - column) ** 2 <= radius**2
+    else:
+        side = radius * 0.886  # half the side of the square with the circle's area: size alone must not tell
+        inside = (np.abs(rows - row) <= side) & (np.abs(columns - column) <= side)
+    pixels[inside] = colour
+
+
+def draw(answer: str, rng: np.random.Generator) -> Image.Image:
+    """Draw a picture for an answer.
+
+    The cells, places within them, sizes, brightness and background are drawn anew for each picture; the shapes of one
+    picture share colour and kind.
+
+    Args:
+        answer: One of `ANSWERS`.
+        rng: Source of randomness.
+
+    Returns:
+        A 32 x 32 RGB picture.
+
+    Raises:
+        ValueError: If the answer is none of the task.
+    """
+    count, colour, shape = parse_phrase(check_choice("answer", answer, ANSWERS))
+    pixels = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), rng.uniform(10, 50)) + rng.normal(0, 8, (IMAGE_SIZE, IMAGE_SIZE, 3))
+    for cell in rng.permutation(4)[: COUNTS.index(str(count)) + 1]:
+        tint = np.array(_RGB[str(colour)]) * rng.uniform(0.7, 1.0) + rng.normal(0, 8, 3)
+        _draw_shape(pixels, str(shape), tint, int(cell), rng)
+    pixels += rng.normal(0, 5, pixels.shape)
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def _check_size(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"`n` must be at least 1, got {n}.")
+
+
+def _balanced_answers(n: int, rng: np.random.Generator) -> list[str]:
+    """Return `n` answers in random order, each as often as any other, give or take one."""
+    rounds = [rng.permutation(len(ANSWERS)) for _ in range(-(-n // len(ANSWERS)))]
+    return [ANSWERS[index] for index in np.concatenate(rounds)[:n]]
+
+
+def pictures(
+    n: int, seed: int = 0, split: str = "train", *, shuffle_images: bool = False
+) -> tuple[list[Image.Image], list[str]]:
+    """Draw pictures with their answers.
+
+    Args:
+        n: How many.
+        seed: Seed; the same seed gives the same pictures.
+        split: `"train"` or `"heldout"`; no picture is ever in both.
+        shuffle_images: Permute the pictures among the answers, as a control: nothing can be learnt from them.
+
+    Returns:
+        `n` 32 x 32 RGB pictures and `n` answers, all 24 answers equally often (give or take one).
+
+    Raises:
+        ValueError: If there is no such split, or `n < 1`.
+    """
+    check_choice("split", split, SPLITS)
+    _check_size(n)
+    rng = np.random.default_rng([seed, SPLITS.index(split)])
+    answers = _balanced_answers(n, rng)
+    images = []
+    for answer in answers:
+        image = draw(answer, rng)
+        while split_of(image.tobytes()) != split:
+            image = draw(answer, rng)
+        images.append(image)
+    if shuffle_images:
+        images = [images[index] for index in rng.permutation(n)]
+    return images, answers
+
+
+def _image_dataset(columns: dict[str, list[Any]]) -> Dataset:
+    """Build a dataset whose `image` column decodes to PIL pictures."""
+    from datasets import Dataset
+    from datasets import Image as ImageFeature
+
+    return Dataset.from_dict(columns).cast_column("image", ImageFeature())
+
+
+def _question() -> list[dict[str, str]]:
+    return [{"role": "user", "content": QUESTION}]
+
+
+def prompt_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_images: bool = False) -> Dataset:
+    """Build the dataset for GRPO, RLOO and evaluation.
+
+    Args:
+        n: Number of rows.
+        seed: Seed of the pictures.
+        split: `"train"` or `"heldout"`.
+        shuffle_images: Permute the pictures among the rows, as a control.
+
+    Returns:
+        Columns `prompt` (conversation), `image` (32 x 32 RGB) and `solution` (str).
+
+    Raises:
+        ValueError: If there is no such split, or `n < 1`.
+    """
+    images, answers = pictures(n, seed, split, shuffle_images=shuffle_images)
+    return _image_dataset({"prompt": [_question() for _ in answers], "image": images, "solution": answers})
+
+
+def sft_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_images: bool = False) -> Dataset:
+    """Build the dataset for fine-tuning on the answers alone (`completion_only_loss`).
+
+    Args:
+        n: Number of rows.
+        seed: Seed of the pictures.
+        split: `"train"` or `"heldout"`.
+        shuffle_images: Permute the pictures among the rows, as a control.
+
+    Returns:
+        Columns `prompt` and `completion` (conversations) and `image` (32 x 32 RGB).
+
+    Raises:
+        ValueError: If there is no such split, or `n < 1`.
+    """
+    images, answers = pictures(n, seed, split, shuffle_images=shuffle_images)
+    completions = [[{"role": "assistant", "content": answer}] for answer in answers]
+    return _image_dataset({"prompt": [_question() for _ in answers], "completion": completions, "image": images})
+
+
+def _sentences(rng: np.random.Generator) -> tuple[str, str]:
+    """Return a sentence that is right and one in which a noun disagrees with its number word."""
+    parts, wrong_parts = [], []
+    size = int(rng.integers(1, 3))
+    broken = int(rng.integers(size))
+    for index in range(size):
+        count, colour, shape = (str(rng.choice(words)) for words in (COUNTS, COLOURS, SHAPES))
+        # "one" takes the singular, the others the plural; the wrong sentence swaps the two.
+        other = COUNTS[1] if count == COUNTS[0] else COUNTS[0]
+        parts.append(f"{count} {colour} {noun(shape, count)}")
+        wrong_parts.append(f"{count} {colour} {noun(shape, other)}" if index == broken else parts[-1])
+    return " and ".join(parts), " and ".join(wrong_parts)
+
+
+def preference_dataset(n: int, seed: int = 0, split: str = "train") -> Dataset:
+    """Build the text-only dataset for reward modelling.
+
+    The chosen answer describes one or two groups of shapes; in the rejected one a noun disagrees with its number
+    word ("two red square", "one blue circles"). Which words occur does not tell the two apart, only how they go
+    together.
+
+    Args:
+        n: Number of pairs.
+        seed: Seed of the pairs.
+        split: `"train"` or `"heldout"`; no chosen answer is ever in both.
+
+    Returns:
+        Columns `chosen` and `rejected`, conversations of two messages.
+
+    Raises:
+        ValueError: If there is no such split, or `n < 1`.
+    """
+    from datasets import Dataset
+
+    check_choice("split", split, SPLITS)
+    _check_size(n)
+    rng = np.random.default_rng([seed, SPLITS.index(split), len(SPLITS)])
+    chosen, rejected = [], []
+    while len(chosen) < n:
+        right, wrong = _sentences(rng)
+        if split_of(right.encode()) != split:
+            continue
+        chosen.append([*_question(), {"role": "assistant", "content": right}])
+        rejected.append([*_question(), {"role": "assistant", "content": wrong}])
+    return Dataset.from_dict({"chosen": chosen, "rejected": rejected})

@@ -1,0 +1,83 @@
+"""The lists of refusals and warnings, and the error tree."""
+
+import ast
+import pickle
+import string
+from pathlib import Path
+
+import pytest
+
+import safe_trainers
+from safe_trainers.errors import REFUSALS, WARNINGS, PrecisionError, RecipeError, nearest, refuse
+
+
+PACKAGE = Path(safe_trainers.__file__).parent
+
+
+def _ids_used(function: str) -> set[str]:
+    """The first argument of every call of `function` in the package."""
+    used = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
+                used |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+    return used
+
+
+def test_the_list_of_refusals_is_the_committed_one():
+    # A new refusal is a decision: something that was built before is not built any more. It is made here, too.
+    assert set(REFUSALS) == {
+        "unknown-dtype",
+        "unknown-choice",
+        "precision-contradicts-flag",
+        "half-weights-under-other-autocast",
+        "bf16-is-emulated",
+        "flash-attention-needs-half",
+        "half-trainables-under-loss-scaling",
+        "mixed-weights-need-autocast",
+        "accelerator-disagrees",
+    }
+
+
+@pytest.mark.parametrize(("function", "listed"), [("refuse", REFUSALS), ("warn", WARNINGS)])
+def test_every_listed_finding_is_used_and_every_used_one_listed(function, listed):
+    assert _ids_used(function) == set(listed)
+
+
+@pytest.mark.parametrize("finding", [*REFUSALS.values(), *WARNINGS.values()], ids=lambda f: f.id)
+def test_templates_are_complete(finding):
+    names = {name for text in (finding.why, finding.fix) for _, name, _, _ in string.Formatter().parse(text) if name}
+    filled = {name.removesuffix("!r"): "x" for name in names}
+    assert "{" not in finding.why.format(**filled).replace("{'", "").replace("'}", "")
+    assert finding.fix
+
+
+def test_an_unlisted_refusal_cannot_be_made():
+    with pytest.raises(KeyError):
+        refuse("because-i-say-so", "anything")
+
+
+def test_errors_survive_pickling():
+    error = PrecisionError([refuse("flash-attention-needs-half", "attn_implementation='flash_attention_2'")])
+    copied = pickle.loads(pickle.dumps(error))
+    assert str(copied) == str(error)
+    assert copied.problems == error.problems
+
+
+def test_recipe_errors_hold_all_problems():
+    assert RecipeError(["one", "two"]).problems == ("one", "two")
+    assert str(RecipeError("one")) == "one"
+
+
+def test_errors_are_what_a_reader_would_catch():
+    assert issubclass(PrecisionError, ValueError)
+    assert issubclass(safe_trainers.ContractError, TypeError)
+    assert issubclass(safe_trainers.UnsupportedVersionError, ImportError)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("learning_rte", "learning_rate"), ("Learning-Rate", "learning_rate"), ("zzz", None), ("bf_16", "bf16")],
+)
+def test_nearest(value, expected):
+    assert nearest(value, ["learning_rate", "bf16", "fp16", "max_steps"]) == expected

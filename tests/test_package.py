@@ -1,0 +1,65 @@
+"""The public surface, what importing it costs, and the versions it is for."""
+
+import subprocess
+import sys
+
+import pytest
+
+import safe_trainers
+from safe_trainers.errors import UnsupportedVersionError
+from safe_trainers.versions import check_versions
+
+
+def test_the_public_names():
+    assert sorted(safe_trainers.__all__) == dir(safe_trainers)
+    for name in safe_trainers.__all__:
+        assert getattr(safe_trainers, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'SafeGRPOTrianer'"):
+        safe_trainers.SafeGRPOTrianer  # noqa: B018
+
+
+def _modules_after(code: str) -> set[str]:
+    script = f"{code}\nimport sys\nprint(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
+def test_importing_the_package_imports_neither_torch_nor_trl():
+    loaded = _modules_after("import safe_trainers; safe_trainers.parse_dtype('bf16'); safe_trainers.PrecisionError")
+    assert not {"torch", "trl", "transformers", "peft"} & loaded
+    # The same check sees torch where it is imported.
+    assert "torch" in _modules_after("import safe_trainers; safe_trainers.take_census")
+
+
+@pytest.mark.parametrize(
+    ("trl", "transformers"), [("0.29.0", "4.57.0"), ("0.29.1", "4.57.6"), ("1.16.0", "5.23.0"), ("1.99", "5.99.9")]
+)
+def test_supported_versions(trl, transformers):
+    assert check_versions({"trl": trl, "transformers": transformers}) is None
+
+
+@pytest.mark.parametrize(
+    ("trl", "transformers", "message"),
+    [
+        ("0.28.0", "4.57.0", 'trl 0.28.0 is installed; safe-trainers supports 0.29 <= trl < 2. Run: pip install "trl>=0.29,<2"'),
+        ("2.0.0.dev0", "5.0.0", "trl 2.0.0.dev0 is installed"),
+        ("1.0", "4.56.2", 'pip install "transformers>=4.57,<6"'),
+        ("1.0", "6.0", "transformers 6.0 is installed"),
+    ],
+)
+def test_unsupported_versions_are_refused_with_the_range(trl, transformers, message):
+    with pytest.raises(UnsupportedVersionError) as caught:
+        check_versions({"trl": trl, "transformers": transformers})
+    assert message in str(caught.value)
+
+
+def test_an_unsupported_version_is_refused_when_the_trainers_are_imported():
+    code = (
+        "import importlib.metadata as m; real = m.version\n"
+        "m.version = lambda name: '0.12.0' if name == 'trl' else real(name)\n"
+        "import safe_trainers\n"
+        "try: safe_trainers.SafeGRPOTrainer\n"
+        "except safe_trainers.UnsupportedVersionError as error: print('refused:', error)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.startswith("refused: trl 0.12.0 is installed; safe-trainers supports 0.29 <= trl < 2.")

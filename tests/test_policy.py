@@ -1,0 +1,139 @@
+"""The policy, as the table it is: what was asked for, where, with which weights, and what follows."""
+
+import json
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from safe_trainers.device import Device
+from safe_trainers.errors import PrecisionError
+from safe_trainers.policy import Choice, Flags, Model, PrecisionPolicy, resolve
+
+
+CPU = Device("cpu", "CPU")
+MPS = Device("mps", "MPS")
+T4 = Device("cuda", "Tesla T4", (7, 5))
+V100 = Device("cuda", "V100", (7, 0))
+A100 = Device("cuda", "A100", (8, 0))
+H200 = Device("cuda", "H200", (9, 0))
+MI300 = Device("cuda", "MI300X", (9, 4), rocm=True)
+OLD_AMD = Device("cuda", "gfx90a", (7, 0), rocm=True)
+
+FP32, BF16, FP16 = (Model(frozenset({name})) for name in ("float32", "bfloat16", "float16"))
+UNKNOWN = Model()
+
+#  flags                      device  weights  compute     autocast    loss scale  problems and warnings
+TABLE = [
+    (Flags(bf16=True), A100, FP32, "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=True), A100, BF16, "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=True), A100, UNKNOWN, "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=True), CPU, FP32, "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=True), A100, FP16, "bfloat16", "bfloat16", "off", ("half-weights-under-other-autocast",)),
+    (Flags(bf16=True), T4, FP32, "bfloat16", "bfloat16", "off", ("bf16-is-emulated",)),
+    (Flags(bf16=True), V100, FP16, "bfloat16", "bfloat16", "off",
+     ("half-weights-under-other-autocast", "bf16-is-emulated")),
+    (Flags(bf16=True), OLD_AMD, FP32, "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=False, fp16=True), T4, FP32, "float16", "float16", "dynamic", ()),
+    (Flags(bf16=False, fp16=True), T4, FP16, "float16", "float16", "dynamic", ()),
+    (Flags(bf16=False, fp16=True), A100, BF16, "float16", "float16", "dynamic",
+     ("half-weights-under-other-autocast",)),
+    (Flags(bf16=False, fp16=True), CPU, FP16, "float16", "off", "off", ("fp16-on-cpu",)),
+    (Flags(bf16=False, fp16=True), CPU, FP32, "float32", "off", "off", ("fp16-on-cpu",)),
+    (Flags(bf16=False, fp16=True), MPS, FP32, "float32", "off", "off", ("fp16-on-cpu",)),
+    (Flags(bf16=False, fp16=True), CPU, BF16, "bfloat16", "off", "off",
+     ("half-weights-under-other-autocast", "fp16-on-cpu")),
+    (Flags(bf16=False), A100, FP32, "float32", "off", "off", ()),
+    (Flags(bf16=False), A100, BF16, "bfloat16", "off", "off", ()),
+    (Flags(bf16=False), T4, FP16, "float16", "off", "off", ()),
+    (Flags(bf16=False), A100, UNKNOWN, "float32", "off", "off", ()),
+    (Flags(bf16=False), A100, Model(frozenset({"float32", "bfloat16"})), "bfloat16 and float32", "off", "off", ()),
+    (Flags(precision="auto"), A100, FP32, "bfloat16", "bfloat16", "off", ()),
+    (Flags(precision="auto"), H200, FP32, "bfloat16", "bfloat16", "off", ()),
+    (Flags(precision="auto"), MI300, FP32, "bfloat16", "bfloat16", "off", ()),
+    (Flags(precision="auto"), T4, FP32, "float16", "float16", "dynamic", ()),
+    (Flags(precision="auto"), V100, FP32, "float16", "float16", "dynamic", ()),
+    (Flags(precision="auto"), CPU, FP32, "float32", "off", "off", ()),
+    (Flags(precision="auto"), MPS, FP32, "float32", "off", "off", ()),
+    (Flags(), T4, FP32, "float16", "float16", "dynamic", ()),
+    (Flags(), CPU, FP32, "float32", "off", "off", ()),
+    (Flags(precision="torch.bfloat16"), CPU, FP32, "bfloat16", "bfloat16", "off", ()),
+    (Flags(precision="bf16"), T4, FP32, "bfloat16", "bfloat16", "off", ("bf16-is-emulated",)),
+    (Flags(precision="fp16", fp16=True, bf16=False), T4, FP32, "float16", "float16", "dynamic", ()),
+    (Flags(precision="fp16", bf16=True), T4, FP32, "float16", "float16", "dynamic", ("precision-contradicts-flag",)),
+    (Flags(precision="fp32", bf16=True), A100, FP32, "float32", "off", "off", ("precision-contradicts-flag",)),
+    (Flags(precision="bf16", bf16=False), A100, FP32, "bfloat16", "bfloat16", "off", ("precision-contradicts-flag",)),
+    (Flags(bf16=False), A100, Model(frozenset({"float32"}), "flash_attention_2"), "float32", "off", "off",
+     ("flash-attention-needs-half",)),
+    (Flags(bf16=True), A100, Model(frozenset({"float32"}), "flash_attention_2"), "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=False), A100, Model(frozenset({"bfloat16"}), "kernels-community/flash_attention_3"), "bfloat16", "off",
+     "off", ()),
+    (Flags(bf16=True, rollout_compute="stock"), A100, FP32, "bfloat16", "bfloat16", "off", ("rollout-not-aligned",)),
+    (Flags(bf16=True, rollout_compute="trainig"), A100, FP32, "bfloat16", "bfloat16", "off", ("unknown-choice",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "device", "model", "compute", "autocast", "loss_scale", "found"), TABLE)
+def test_table(flags, device, model, compute, autocast, loss_scale, found):
+    policy = resolve(flags, device, model)
+    assert policy.compute.value == compute
+    assert policy.autocast.value == autocast
+    assert policy.loss_scale.value == loss_scale
+    assert tuple(p.id for p in (*policy.problems, *policy.warnings)) == found
+    assert all(choice.reason for _, choice in policy.choices())
+
+
+def test_every_refusal_and_warning_of_plain_values_is_in_the_table():
+    in_table = {finding for row in TABLE for finding in row[-1]}
+    assert in_table == {
+        "half-weights-under-other-autocast",
+        "bf16-is-emulated",
+        "flash-attention-needs-half",
+        "precision-contradicts-flag",
+        "unknown-choice",
+        "fp16-on-cpu",
+        "rollout-not-aligned",
+    }
+
+
+def test_all_problems_come_in_one_error():
+    policy = resolve(Flags(bf16=True, config="SafeSFTConfig"), V100, FP16)
+    with pytest.raises(PrecisionError) as caught:
+        policy.check()
+    assert str(caught.value) == (
+        "2 problems with the precision of this run:\n"
+        "- float16 weights with bf16=True\n"
+        "  why: autocast would round float16 weights to bfloat16 in every operation and leave the others alone, so that "
+        "two half formats meet: some models crash there, and none computes what either format promises.\n"
+        "  fix: load the weights in the compute dtype, `model_init_kwargs={'dtype': 'bfloat16'}`, or set `fp16=True`  "
+        "[half-weights-under-other-autocast]\n"
+        "- bf16=True on V100 (compute capability 7.0)\n"
+        "  why: V100 (compute capability 7.0) has no bfloat16 arithmetic (it needs compute capability 8.0): torch "
+        "emulates it, many times slower.\n"
+        '  fix: use SafeSFTConfig(precision="fp16")  [bf16-is-emulated]'
+    )
+
+
+def test_a_policy_without_problems_passes():
+    assert resolve(Flags(bf16=True), A100, FP32).check() is None
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(PrecisionError, match="names no dtype"):
+        resolve(Flags(precision="fp12"), A100, FP32)
+
+
+def test_frozen_and_hashable():
+    policy = resolve(Flags(bf16=True), A100, FP32)
+    with pytest.raises(FrozenInstanceError):
+        policy.compute = Choice("float32", "because")
+    assert hash(policy) == hash(resolve(Flags(bf16=True), A100, FP32))
+
+
+def test_readable_and_serialisable():
+    policy = resolve(Flags(bf16=True), T4, FP16)
+    text, plain = str(policy), json.loads(json.dumps(policy.to_dict()))
+    for field in fields(PrecisionPolicy):
+        if field.name not in {"problems", "warnings"}:
+            assert field.name in text
+            assert set(plain[field.name]) == {"value", "reason"}
+    assert [p["id"] for p in plain["problems"]] == ["half-weights-under-other-autocast", "bf16-is-emulated"]
