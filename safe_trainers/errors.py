@@ -137,10 +137,9 @@ REFUSALS = _index(
         "`model_init_kwargs={{'dtype': 'float32'}}` (autocast still computes in float16), or train in bf16",
     ),
     Finding(
-        "mixed-weights-need-autocast",
-        "without autocast a float32 result meets half-precision weights that are not in a Linear, Conv or Norm "
-        "module ({modules}), and torch refuses to multiply the two.",
-        "`{flag}=True`, so that autocast gives both the same dtype",
+        "mixed-weights-cannot-meet",
+        "the model multiplies or merges the two without a cast that could be placed from outside; torch says: {error}",
+        "{fix}",
     ),
     Finding(
         "accelerator-disagrees",

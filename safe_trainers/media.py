@@ -16,7 +16,8 @@ from torch import nn
 from .boundaries import cast_floating
 from .census import first_dtype
 from .dtypes import from_torch
-from .towers import anatomy, is_quantized, unwrap
+from .probing import undisturbed
+from .towers import anatomy, unwrap
 
 
 MEDIA_KEYS: Mapping[str, str] = {
@@ -147,7 +148,7 @@ class MediaCaster:
     ) -> tuple[torch.dtype | None, str]:
         inputs = _accepted(features, batch)
         tensor = inputs[key]
-        with _undisturbed(model), context():
+        with undisturbed(model), context():
             with _first_tower(model) as seen:
                 plain = features(**inputs)
             if not seen:
@@ -182,27 +183,6 @@ def _feature_method(model: nn.Module, name: str, key: str) -> Callable[..., Any]
 def _accepted(function: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
     names = inspect.signature(function).parameters
     return {name: value for name, value in batch.items() if name in names}
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout, no running statistics, and the same random state afterwards."""
-    # A quantised layer that is told to evaluate may repack its weights for good (bitsandbytes on CPU): it is left alone.
-    training = [
-        module
-        for module in model.modules()
-        if module.training and not any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
-    ]
-    device = next(model.parameters()).device
-    devices = [device] if device.type not in {"cpu", "meta"} else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from .dtypes import HALVES, parse_dtype
 from .errors import PrecisionError, PrecisionWarning, refuse
 from .media import MEDIA_KEYS, MediaCaster, MediaDecision
 from .policy import OFF, Flags, Model, PrecisionPolicy, resolve
+from .probing import meeting_dtypes, sample_inputs
 from .settlement import Settlement, apply, settle
 from .towers import unwrap
 
@@ -62,7 +63,7 @@ class PrecisionBase(Trainer):
         model, training_args = bound.arguments["model"], bound.arguments["args"]
         self.safety_contract = contract_of(type(self))
         self._media: MediaCaster | None = None
-        self._settle(model, training_args)
+        self._settle(model, training_args, bound.arguments.get("processing_class"))
         super().__init__(*args, **kwargs)
         self._check_accelerator()
 
@@ -74,7 +75,7 @@ class PrecisionBase(Trainer):
         """
         self.safety_contract.fired["adapters"] += 1
 
-    def _settle(self, model: nn.Module, training_args: Any) -> None:
+    def _settle(self, model: nn.Module, training_args: Any, processing_class: Any) -> None:
         """Decides on the live model, refuses what cannot work, and places the boundaries."""
         self._adapters_ready(model)
         self.precision_census = take_census(model)
@@ -84,6 +85,12 @@ class PrecisionBase(Trainer):
         self.precision_policy.check()
         self.precision_settlement = settle(self.precision_policy, self.precision_census)
         apply(self.precision_settlement, model)
+        weights = self.precision_census.weights
+        if len(weights) > 1:
+            inputs = sample_inputs(processing_class)
+            problem = meeting_dtypes(model, inputs, weights, self.precision_policy.autocast.value)
+            if problem is not None:
+                raise PrecisionError([problem])
         if training_args.process_index == 0:
             for warning in (*self.precision_policy.warnings, *self.precision_settlement.warnings):
                 warnings.warn(str(warning), PrecisionWarning, stacklevel=6)

@@ -34,7 +34,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "bf16-is-emulated",
         "flash-attention-needs-half",
         "half-trainables-under-loss-scaling",
-        "mixed-weights-need-autocast",
+        "mixed-weights-cannot-meet",
         "accelerator-disagrees",
     }
 

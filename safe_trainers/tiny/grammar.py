@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from safe_trainers.tiny.families import check_choice
+
 COUNTS: tuple[str, ...] = ("one", "two", "three")
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow")
 SHAPES: tuple[str, ...] = ("square", "circle")
@@ -42,32 +44,27 @@ def phrase(count: str, colour: str, shape: str) -> str:
     return f"{count} {colour} {noun(shape, count)}"
 
 
-ANSWERS: tuple[str, ...] = tuple(
-    phrase(count, colour, shape) for count in COUNTS for colour in COLOURS for shape in SHAPES
-)
+_PARTS: dict[str, tuple[str, str, str]] = {
+    phrase(count, colour, shape): (count, colour, shape) for count in COUNTS for colour in COLOURS for shape in SHAPES
+}
+
+ANSWERS: tuple[str, ...] = tuple(_PARTS)
 """All 24 answers."""
 
 
-def parse_phrase(text: str) -> tuple[str | None, str | None, str | None]:
-    """Read count, colour and shape off a text.
-
-    Only the first three words count, each in its place, so that a text that lists every word earns nothing for it.
+def parts(answer: str) -> tuple[str, str, str]:
+    """Return count, colour and shape of an answer.
 
     Args:
-        text: Anything a model wrote.
+        answer: One of `ANSWERS`.
 
     Returns:
-        `(count, colour, shape)`, `None` for each that is missing or not a word of the task. The shape is given in the
-        singular, whatever its number.
+        `(count, colour, shape)`, the shape in the singular.
+
+    Raises:
+        ValueError: If it is no answer of the task; the message names the nearest one.
     """
-    words: list[str] = text.lower().split()[:3]
-    count, colour, shape = [*words, "", "", ""][:3]
-    singular = shape.removesuffix("s")
-    return (
-        count if count in COUNTS else None,
-        colour if colour in COLOURS else None,
-        singular if singular in SHAPES else None,
-    )
+    return _PARTS[check_choice("answer", answer, ANSWERS)]
 
 
 def task_words() -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from safe_trainers.tiny.grammar import parse_phrase
-
 
 def completion_text(completion: Any) -> str:
     """Return what a completion says, whatever form it comes in.
@@ -53,7 +51,10 @@ def exact_match(completions: Sequence[Any], solution: Sequence[str], **kwargs: A
 
 
 def attribute_match(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float]:
-    """Reward the share of right attributes among count, colour and shape, each read in its place.
+    """Reward the share of right words among count, colour and shape, each in its place.
+
+    A longer text earns nothing: otherwise nothing but `exact_match` would ask for the end of the answer, and a model
+    that has stopped ending its answers would never find back.
 
     Args:
         completions: `B` completions, strings or conversations.
@@ -64,14 +65,13 @@ def attribute_match(completions: Sequence[Any], solution: Sequence[str], **kwarg
         `B` rewards: 0, 1/3, 2/3 or 1.
 
     Raises:
-        ValueError: If the two are not equally many, or if a solution is no answer of the task.
+        ValueError: If the two are not equally many.
     """
     _check_lengths(completions, solution)
     rewards = []
     for completion, right in zip(completions, solution, strict=True):
-        wanted = parse_phrase(right)
-        if None in wanted:
-            raise ValueError(f"{right!r} is no answer of the picture task: it must be like 'two red squares'.")
-        said = parse_phrase(completion_text(completion))
-        rewards.append(sum(a == b for a, b in zip(said, wanted, strict=True)) / len(wanted))
+        wanted = right.lower().split()
+        said = completion_text(completion).lower().split()
+        hits = sum(a == b for a, b in zip(said, wanted, strict=False))
+        rewards.append(hits / len(wanted) if len(said) <= len(wanted) else 0.0)
     return rewards

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from safe_trainers.tiny.families import IMAGE_SIZE, check_choice
-from safe_trainers.tiny.grammar import ANSWERS, COLOURS, COUNTS, QUESTION, SHAPES, noun, parse_phrase
+from safe_trainers.tiny.grammar import ANSWERS, COLOURS, COUNTS, QUESTION, SHAPES, noun, parts
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,7 +45,7 @@ def split_of(content: bytes) -> str:
 
 def _draw_shape(pixels: np.ndarray, shape: str, colour: np.ndarray, cell: int, rng: np.random.Generator) -> None:
     """Paint one shape into one of the four cells of `pixels` (`(H, W, 3)`, float64)."""
-    radius = rng.uniform(4.8, 6.4)
+    radius = rng.uniform(6.2, 7.2)
     reach = _CELL / 2 - radius - 0.5
     row = (cell // 2) * _CELL + _CELL / 2 - 0.5 + rng.uniform(-reach, reach)
     column = (cell % 2) * _CELL + _CELL / 2 - 0.5 + rng.uniform(-reach, reach)
@@ -53,8 +53,7 @@ def _draw_shape(pixels: np.ndarray, shape: str, colour: np.ndarray, cell: int, r
     if shape == "circle":
         inside = (rows - row) ** 2 + (columns - column) ** 2 <= radius**2
     else:
-        side = radius * 0.886  # half the side of the square with the circle's area: size alone must not tell
-        inside = (np.abs(rows - row) <= side) & (np.abs(columns - column) <= side)
+        inside = (np.abs(rows - row) <= radius) & (np.abs(columns - column) <= radius)
     pixels[inside] = colour
 
 
@@ -74,11 +73,11 @@ def draw(answer: str, rng: np.random.Generator) -> Image.Image:
     Raises:
         ValueError: If the answer is none of the task.
     """
-    count, colour, shape = parse_phrase(check_choice("answer", answer, ANSWERS))
+    count, colour, shape = parts(answer)
     pixels = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), rng.uniform(10, 50)) + rng.normal(0, 8, (IMAGE_SIZE, IMAGE_SIZE, 3))
-    for cell in rng.permutation(4)[: COUNTS.index(str(count)) + 1]:
-        tint = np.array(_RGB[str(colour)]) * rng.uniform(0.7, 1.0) + rng.normal(0, 8, 3)
-        _draw_shape(pixels, str(shape), tint, int(cell), rng)
+    for cell in rng.permutation(4)[: COUNTS.index(count) + 1]:
+        tint = np.array(_RGB[colour]) * rng.uniform(0.8, 1.0) + rng.normal(0, 8, 3)
+        _draw_shape(pixels, shape, tint, int(cell), rng)
     pixels += rng.normal(0, 5, pixels.shape)
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
@@ -179,16 +178,16 @@ def sft_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_images: 
 
 def _sentences(rng: np.random.Generator) -> tuple[str, str]:
     """Return a sentence that is right and one in which a noun disagrees with its number word."""
-    parts, wrong_parts = [], []
+    right, wrong = [], []
     size = int(rng.integers(1, 3))
     broken = int(rng.integers(size))
     for index in range(size):
         count, colour, shape = (str(rng.choice(words)) for words in (COUNTS, COLOURS, SHAPES))
         # "one" takes the singular, the others the plural; the wrong sentence swaps the two.
         other = COUNTS[1] if count == COUNTS[0] else COUNTS[0]
-        parts.append(f"{count} {colour} {noun(shape, count)}")
-        wrong_parts.append(f"{count} {colour} {noun(shape, other)}" if index == broken else parts[-1])
-    return " and ".join(parts), " and ".join(wrong_parts)
+        right.append(f"{count} {colour} {noun(shape, count)}")
+        wrong.append(f"{count} {colour} {noun(shape, other)}" if index == broken else right[-1])
+    return " and ".join(right), " and ".join(wrong)
 
 
 def preference_dataset(n: int, seed: int = 0, split: str = "train") -> Dataset:

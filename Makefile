@@ -1,0 +1,68 @@
+# The index of habits. `make` alone lists them.
+# The checkout's path must hold no spaces.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format matrix slow gpu bench evidence compat clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install into it; runs again only when pyproject.toml or constraints.txt change
+
+# torch comes first and alone, so that nothing else can choose another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	@if ! test -x $(BIN)/pip; then \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+			echo 'setup: Python 3.11 or newer is needed, and "$(PYTHON)" is not; try: make setup PYTHON=python3.11' >&2; \
+			exit 1; }; \
+		echo 'setup: creating $(VENV)'; \
+		$(PYTHON) -m venv $(VENV); \
+	fi
+	@echo 'setup: installing into $(VENV); the first time takes a few minutes'
+	@$(PIP) torch==2.13.0
+	@$(PIP) -e '.[all,dev]'
+	@touch $@
+	@echo 'setup: done'
+
+demo: setup ## train the embedded tiny model on CPU, and show what is decided and measured
+	@$(BIN)/safe-trainers demo
+
+test: setup ## the tests that need neither a GPU nor much time
+	@$(BIN)/python -m pytest
+
+lint: setup ## ruff (rules and format) and mypy; changes nothing
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup ## let ruff format the code and apply its safe fixes
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+matrix: setup ## the full precision matrix
+	@$(BIN)/python -m pytest -m matrix
+
+slow: setup ## the tests that take minutes
+	@$(BIN)/python -m pytest -m slow
+
+gpu: setup ## the tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu
+
+bench: setup ## stock and safe side by side: time and memory of a step
+	@$(BIN)/python benchmarks/step.py
+
+evidence: setup ## re-measures the tiny task's four controls and writes docs/tiny_task.md
+	@$(BIN)/python benchmarks/tiny_task.py
+
+compat: setup ## the tests of the supported range of versions
+	@$(BIN)/python -m pytest tests/compat
+
+clean: ## remove caches and build outputs; keeps .venv and runs/
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

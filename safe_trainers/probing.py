@@ -1,0 +1,109 @@
+"""Asking a live model something without changing anything of the run."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from .dtypes import HALVES, to_torch
+from .errors import Problem, refuse
+from .policy import FLAG_OF, OFF
+from .towers import is_quantized, unwrap
+
+
+_DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same", re.IGNORECASE)
+"""How torch's errors about two dtypes are worded, on CPU and CUDA."""
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout, no running statistics, and the same random state afterwards.
+
+    Args:
+        model: The model that is asked in the block.
+    """
+    # A quantised layer that is told to evaluate may repack its weights for good (bitsandbytes on CPU): it is left alone.
+    training = [
+        module
+        for module in model.modules()
+        if module.training and not any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
+    ]
+    device = next(model.parameters()).device
+    devices = [device] if device.type not in {"cpu", "meta"} else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:
+    """Inputs of one short question, with a grey picture where the processor takes pictures.
+
+    Args:
+        processing_class: The tokenizer or processor of the trainer.
+
+    Returns:
+        Model inputs of one row; `input_ids` and `attention_mask` alone where there is no processor with a chat template.
+    """
+    tokens = torch.ones((1, 2), dtype=torch.long)  # (B, T)
+    text_only = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if not hasattr(processing_class, "image_processor") or getattr(processing_class, "chat_template", None) is None:
+        return text_only
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    text = processing_class.apply_chat_template(question, add_generation_prompt=True)
+    picture = Image.new("RGB", (64, 64), (128, 128, 128))
+    return dict(processing_class(text=[text], images=[[picture]], return_tensors="pt"))
+
+
+def meeting_dtypes(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], weights: frozenset[str], autocast: str
+) -> Problem | None:
+    """Runs a short question through a model of several dtypes, to see whether it can compute.
+
+    Boundaries mend what meets in a layer, and what towers give back. Whether a model multiplies weights of its own
+    (fused experts), or casts features once more by itself, is in code that no census can read; so the model is asked.
+
+    Args:
+        model: The model, with its boundaries placed.
+        inputs: What `sample_inputs` made.
+        weights: The dtypes of its weights.
+        autocast: The autocast dtype of the run, or `"off"`.
+
+    Returns:
+        The refusal where two dtypes meet, `None` where the model computes. A model that an engine has not filled yet
+        cannot be asked.
+    """
+    base = unwrap(model)
+    if any(parameter.is_meta or parameter.numel() == 0 for parameter in base.parameters()):
+        return None
+    error = _failure(base, inputs, autocast)
+    if error is None:
+        return None
+    half = sorted(weights & HALVES)[0]
+    fix = f"load all weights in one dtype: `model.to(torch.{half})`, or `model_init_kwargs={{'dtype': '{half}'}}`"
+    if autocast == OFF and _failure(base, inputs, half) is None:
+        fix = f"`{FLAG_OF[half]}=True`, so that autocast gives both the same dtype"
+    given = f"{' and '.join(sorted(weights))} weights " + (f"under {autocast} autocast" if autocast != OFF else "without autocast")
+    return refuse("mixed-weights-cannot-meet", given, error=error, fix=fix)
+
+
+def _failure(model: nn.Module, inputs: Mapping[str, torch.Tensor], autocast: str) -> str | None:
+    """What torch says about two dtypes when the model runs, `None` where it runs."""
+    device = next(model.parameters()).device
+    context = contextlib.nullcontext() if autocast == OFF else torch.autocast(device.type, to_torch(autocast))
+    try:
+        with undisturbed(model), context:
+            model(**{name: value.to(device) for name, value in inputs.items()})
+    except RuntimeError as error:
+        if not _DTYPE_ERROR.search(str(error)):
+            raise
+        return str(error)
+    return None

@@ -1,0 +1,157 @@
+"""One cell of the tables in the integration tests: a real TRL trainer, stock or safe, on a tiny real model."""
+
+import functools
+import gc
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from peft import LoraConfig
+
+import safe_trainers
+from safe_trainers import tiny
+
+
+STOCK = {"grpo": trl.GRPOTrainer, "rloo": trl.RLOOTrainer, "sft": trl.SFTTrainer, "reward": trl.RewardTrainer}
+PLAIN = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig, "sft": trl.SFTConfig, "reward": trl.RewardConfig}
+SAFE = {
+    "grpo": safe_trainers.SafeGRPOTrainer,
+    "rloo": safe_trainers.SafeRLOOTrainer,
+    "sft": safe_trainers.SafeSFTTrainer,
+    "reward": safe_trainers.SafeRewardTrainer,
+}
+SAFE_CONFIG = {
+    "grpo": safe_trainers.SafeGRPOConfig,
+    "rloo": safe_trainers.SafeRLOOConfig,
+    "sft": safe_trainers.SafeSFTConfig,
+    "reward": safe_trainers.SafeRewardConfig,
+}
+SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is trained, and how.
+
+    `weights` is what the model is loaded in, `flag` is `"bf16"`, `"fp16"` or `None`.
+    """
+
+    family: str
+    task: str
+    weights: str
+    flag: str | None
+    lora: bool = False
+    beta: float = 0.0
+
+    def __str__(self) -> str:
+        kind = "lora" if self.lora else "full"
+        return f"{self.family}-{self.task}-{self.weights}-{self.flag or 'none'}-{kind}-beta{self.beta:g}"
+
+
+@dataclass
+class Outcome:
+    """What came of it: `error` is `None` where the cell trained."""
+
+    error: str | None = None
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    trainer: Any = None
+
+
+@functools.cache
+def folder(family: str) -> Path:
+    """A saved fp32 model of the family; TRL rebuilds reference models from the folder."""
+    return tiny.save(family, Path(_root().name) / family, seed=0)
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="safe-trainers-cells-")
+
+
+def token_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that differs between completions of random models, so that advantages and losses are not zero."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def dataset(task: str, family: str, rows: int = 8) -> Any:
+    """A training set for the task, with pictures unless the family is text-only."""
+    if task == "reward":
+        return tiny.preference_dataset(rows, seed=0)
+    made = tiny.sft_dataset(rows, seed=0) if task == "sft" else tiny.prompt_dataset(rows, seed=0)
+    return made.remove_columns("image") if family == "text" else made
+
+
+def settings(cell: Cell, steps: int = 2, **changes: Any) -> dict[str, Any]:
+    """The training arguments of a cell, as keywords for any config class."""
+    common = {
+        "output_dir": str(Path(_root().name) / "out"),
+        "use_cpu": True,
+        "bf16": cell.flag == "bf16",
+        "fp16": cell.flag == "fp16",
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    if cell.task in ("grpo", "rloo"):
+        common |= {"num_generations": 2, "max_completion_length": 4, "beta": cell.beta}
+    if cell.task == "sft":
+        common |= {"max_length": None}
+    return common | changes
+
+
+def arguments(cell: Cell, config: type, steps: int = 2, **changes: Any) -> dict[str, Any]:
+    """Everything that a trainer of this cell is built with."""
+    made: dict[str, Any] = {
+        "model": str(folder(cell.family)),
+        "args": config(
+            **settings(cell, steps, **{"model_init_kwargs": {"dtype": str(SHORT[cell.weights])[6:]}, **changes})
+        ),
+        "train_dataset": dataset(cell.task, cell.family),
+    }
+    if cell.lora:
+        made["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
+    if cell.task in ("grpo", "rloo"):
+        made["reward_funcs"] = token_reward
+    return made
+
+
+def run(cell: Cell, safe: bool, *, keep: bool = False, config: type | None = None, **changes: Any) -> Outcome:
+    """Trains one cell, stock or safe; an error of the run is the outcome, not a failure of the caller."""
+    torch.manual_seed(0)
+    outcome = Outcome()
+    try:
+        trainer = (SAFE if safe else STOCK)[cell.task](**arguments(cell, config or PLAIN[cell.task], **changes))
+        trainer.train()
+    except Exception as error:  # whatever stops a run is what the tables are about
+        outcome.error = f"{type(error).__name__}: {error}"
+        reset_autocast()
+        return outcome
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    outcome.losses = [float(entry["loss"]) for entry in log]
+    outcome.grad_norms = [float(entry["grad_norm"]) for entry in log]
+    outcome.rewards = [float(entry.get("reward", 0.0)) for entry in log]
+    if keep:
+        outcome.trainer = trainer
+    else:
+        del trainer
+        gc.collect()
+    return outcome
+
+
+def reset_autocast() -> None:
+    """Accelerate's autocast leaks out of a forward that failed."""
+    for device in ("cpu", "cuda"):
+        torch.set_autocast_enabled(device, False)
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
