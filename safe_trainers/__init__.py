@@ -84,10 +84,10 @@ def __getattr__(name: str) -> Any:
     module = _HOME_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib  # noqa: PLC0415
+    import importlib
 
     if module in _NEEDS_TRL:
-        from .versions import check_versions  # noqa: PLC0415
+        from .versions import check_versions
 
         check_versions()
     return getattr(importlib.import_module(f".{module}", __name__), name)

@@ -1,8 +1,9 @@
 """Dtype boundaries inside a model: a cast exactly where two dtypes would otherwise meet and fail.
 
-A tower has two boundaries. What enters one of its leaves follows that leaf's weights; what the tower gives back follows
-the embeddings that it is merged into. Both casts act only where torch would refuse the operation (a matrix product of
-two dtypes, an index put into another dtype), so they cannot change a number of a run that worked without them.
+A tower has two boundaries. What enters one of its leaves follows that leaf's weights; what the tower gives back
+follows the embeddings that it is merged into. Both casts act only where torch would refuse the operation (a matrix
+product of two dtypes, an index put into another dtype), or where the model casts alike by itself, so they change no
+number of a run that worked without them.
 """
 
 import copy
@@ -118,7 +119,7 @@ def _features_follow_embeddings(function: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(function)
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = function(self, *args, **kwargs)
-        dtype = first_dtype(self.get_input_embeddings())
+        dtype = first_dtype(self.get_input_embeddings())  # type: ignore[operator]
         return output if dtype is None else cast_floating(output, dtype)
 
     setattr(features, _MARK, True)
@@ -129,9 +130,8 @@ def _own_weight(leaf: nn.Module) -> torch.Tensor | None:
     """The floating weight that a leaf multiplies its input with, `None` where the module is no such leaf."""
     if isinstance(leaf, nn.MultiheadAttention):
         return leaf.in_proj_weight if leaf.in_proj_weight is not None else leaf.q_proj_weight
-    if isinstance(leaf, (*MATMUL_LEAVES, *NORM_LEAVES)):
-        return leaf.weight
-    return None
+    weight = leaf.weight if isinstance(leaf, (*MATMUL_LEAVES, *NORM_LEAVES)) else None
+    return weight if isinstance(weight, torch.Tensor) else None
 
 
 def _follow_weights(leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

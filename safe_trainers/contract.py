@@ -1,7 +1,6 @@
 """What a trainer class covers, which of its hooks have really fired in this run, and what it does not cover."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,17 +54,9 @@ class SafetyContract:
     def __getitem__(self, area: str) -> Coverage:
         return next(coverage for coverage in self.coverage if coverage.area == area)
 
-    def missing(self, areas: Iterable[str] | None = None) -> list[Coverage]:
-        """The covered promises whose hook has not fired yet.
-
-        Args:
-            areas: The areas to look at; by default all.
-
-        Returns:
-            Those that a run of any length should have made fire.
-        """
-        wanted = set(areas) if areas is not None else {coverage.area for coverage in self.coverage}
-        return [c for c in self.coverage if c.area in wanted and c.state == COVERED and c.hook and not self.fired[c.hook]]
+    def missing(self) -> list[Coverage]:
+        """The covered promises whose hook has not fired yet; none after a run of any length that needed them."""
+        return [c for c in self.coverage if c.state == COVERED and c.hook and not self.fired[c.hook]]
 
     def to_dict(self) -> dict[str, Any]:
         """The contract as plain values, ready for JSON."""
@@ -149,8 +140,8 @@ def check_bases(trainer_class: type, mixin: type, base: type) -> None:
     corrected = ", ".join([mixin.__name__, *trainers, base.__name__])
     given = ", ".join(cls.__name__ for cls in trainer_class.__bases__)
     why = (
-        f"{mixin.__name__} has to come before the TRL trainer, to receive what TRL calls on `self`, and {base.__name__} "
-        "after it, to receive what TRL calls through `super()`"
+        f"{mixin.__name__} has to come before the TRL trainer, to receive what TRL calls on `self`, and "
+        f"{base.__name__} after it, to receive what TRL calls through `super()`"
     )
     raise ContractError(
         f"class {trainer_class.__name__}({given}): {why}. Write:\n    class {trainer_class.__name__}({corrected}): ..."

@@ -32,7 +32,9 @@ class Device:
     @property
     def emulates_bf16(self) -> bool:
         """Whether bfloat16 runs but is emulated: CUDA before 8.0, where `torch.cuda.is_bf16_supported()` says yes."""
-        return self.kind == "cuda" and not self.rocm and self.capability is not None and self.capability < BF16_CAPABILITY
+        return (
+            self.kind == "cuda" and not self.rocm and self.capability is not None and self.capability < BF16_CAPABILITY
+        )
 
     @property
     def scales_loss(self) -> bool:
@@ -64,7 +66,7 @@ def detect_device(device: "torch.device | str | None" = None) -> Device:
     Returns:
         The description. Asking for the capability initialises CUDA, as `TrainingArguments` does too.
     """
-    import torch  # noqa: PLC0415 - the dataclass above is read by commands that must start without torch
+    import torch
 
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"

@@ -59,7 +59,7 @@ def parse_dtype(value: "str | torch.dtype", *, field: str = "dtype", allow_auto:
 
 def to_torch(name: str) -> "torch.dtype":
     """The `torch.dtype` of a canonical name."""
-    import torch  # noqa: PLC0415 - this module is read by commands that must start without torch
+    import torch
 
     dtypes: dict[str, Any] = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
     return dtypes[name]

@@ -1,7 +1,7 @@
 """Media tensors follow the tower that consumes them, early enough to move, buffer and slice half the bytes.
 
-Correctness does not depend on this: the boundaries inside the model cast whatever arrives. An early cast is an economy,
-and is used only where it was seen to change nothing.
+Correctness does not depend on this: the boundaries inside the model cast whatever arrives. An early cast is an
+economy, and is used only where it was seen to change nothing.
 """
 
 import contextlib
@@ -131,7 +131,7 @@ class MediaCaster:
             try:
                 verdict = [self._compare(model, features, key, batch, context) for context in self._contexts]
             except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-                # A tower that cannot be asked is no fault of the run: the boundaries cast inside the model. It is said.
+                # A tower that cannot be asked is no fault of the run: the boundaries cast inside the model.
                 return None, f"unchanged: {self._keys[key]} could not be compared ({type(error).__name__}: {error})"
             for dtype, reason in verdict:
                 if dtype is None:
@@ -157,15 +157,14 @@ class MediaCaster:
             given = {t.dtype for t in _tensors(tensor)}
             if dtype is None:
                 return None, "unchanged: the tower has no floating weights of its own"
-            if given == {dtype}:
-                return dtype, "it has the tower's dtype already"
             if dtype.itemsize >= max(d.itemsize for d in given):
                 return None, f"unchanged: the tower's weights are {from_torch(dtype)}"
             early = features(**{**inputs, key: cast_floating(tensor, dtype)})
         if not _identical(plain, early):
+            wide = from_torch(max(given, key=lambda d: d.itemsize))
             return None, (
-                f"unchanged: the tower computes on {from_torch(max(given, key=lambda d: d.itemsize))} pixels before its "
-                f"own cast, and an early cast to {from_torch(dtype)} would change its output"
+                f"unchanged: the tower computes on {wide} values before its own cast, and an early cast to "
+                f"{from_torch(dtype)} would change its output"
             )
         return dtype, "same bits"
 

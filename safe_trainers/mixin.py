@@ -4,9 +4,9 @@
 SafeGRPOTrainer -> PrecisionMixin -> GRPOTrainer -> trl _BaseTrainer -> PrecisionBase -> transformers.Trainer
 ```
 
-`PrecisionMixin` overrides what users and TRL call on `self`. `PrecisionBase` receives what TRL calls through `super()`,
-which skips everything above TRL: `Trainer.__init__`, where TRL has just made its adapters and nothing has moved yet, and
-the `_prepare_inputs` of rollouts, scoring, tool images and reward models.
+`PrecisionMixin` overrides what users and TRL call on `self`. `PrecisionBase` receives what TRL calls through
+`super()`, which skips everything above TRL: `Trainer.__init__`, where TRL has just made its adapters and nothing has
+moved yet, and the `_prepare_inputs` of rollouts, scoring, tool images and reward models.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from transformers import Trainer
 from .census import Census, take_census
 from .contract import BUFFER_METHOD, ROLLOUT_METHOD, SafetyContract, check_bases, contract_of, trl_bases
 from .device import detect_device
-from .dtypes import HALVES, parse_dtype
+from .dtypes import AUTO, HALVES, parse_dtype
 from .errors import PrecisionError, PrecisionWarning, refuse
 from .media import MEDIA_KEYS, MediaCaster, MediaDecision
 from .policy import OFF, Flags, Model, PrecisionPolicy, resolve
@@ -306,7 +306,9 @@ def declared_policy(args: Any, model: Any, trainer_class: type) -> PrecisionPoli
         declared = dict(getattr(args, "model_init_kwargs", None) or {})
         dtype = declared.get("dtype", declared.get("torch_dtype", "float32"))
         weights = None if dtype is None else parse_dtype(dtype, field="model_init_kwargs['dtype']")
-        known = Model(frozenset({weights} - {None, "auto"}), declared.get("attn_implementation"))
+        known = Model(
+            frozenset() if weights in (None, AUTO) else frozenset({str(weights)}), declared.get("attn_implementation")
+        )
     return resolve(flags_of(args, trainer_class), detect_device(args.device), known)
 
 

@@ -1,7 +1,7 @@
 """What a run computes in, decided from plain values alone, each decision with its reason.
 
-Nothing here touches a tensor or a model: `resolve` is a pure function, so that the whole of it can be read, and tested,
-as a table. What depends on the live model is counted by `census` and decided in `settlement`.
+Nothing here touches a tensor or a model: `resolve` is a pure function, so that the whole of it can be read, and
+tested, as a table. What depends on the live model is counted by `census` and decided in `settlement`.
 """
 
 from collections.abc import Iterator
@@ -193,16 +193,14 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
         autocast = Choice(OFF, requested.reason)
     elif requested.value == FLOAT16 and not scaled:
         autocast = Choice(OFF, f"accelerate has no fp16 autocast on {device}")
-        warnings.append(
-            warn("fp16-on-cpu", f"{requested.reason} on {device}", weights=weights, config=flags.config)
-        )
+        warnings.append(warn("fp16-on-cpu", f"{requested.reason} on {device}", weights=weights, config=flags.config))
     else:
         autocast = Choice(requested.value, requested.reason)
 
     if autocast.value != OFF:
         compute = Choice(autocast.value, f"autocast, from {requested.reason}")
     elif len(model.weights) == 1:
-        compute = Choice(*model.weights, f"no autocast ({autocast.reason}): operations follow the weights")
+        compute = Choice(weights, f"no autocast ({autocast.reason}): operations follow the weights")
     elif model.weights:
         compute = Choice(weights, f"no autocast ({autocast.reason}): each operation follows its own weights")
     else:

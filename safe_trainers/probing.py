@@ -26,7 +26,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model that is asked in the block.
     """
-    # A quantised layer that is told to evaluate may repack its weights for good (bitsandbytes on CPU): it is left alone.
+    # A quantised layer that is told to evaluate may repack its weights for good (bitsandbytes on CPU).
     training = [
         module
         for module in model.modules()
@@ -51,7 +51,7 @@ def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:
         processing_class: The tokenizer or processor of the trainer.
 
     Returns:
-        Model inputs of one row; `input_ids` and `attention_mask` alone where there is no processor with a chat template.
+        Model inputs of one row; two tokens alone where there is no processor with a chat template.
     """
     tokens = torch.ones((1, 2), dtype=torch.long)  # (B, T)
     text_only = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
@@ -91,7 +91,9 @@ def meeting_dtypes(
     fix = f"load all weights in one dtype: `model.to(torch.{half})`, or `model_init_kwargs={{'dtype': '{half}'}}`"
     if autocast == OFF and _failure(base, inputs, half) is None:
         fix = f"`{FLAG_OF[half]}=True`, so that autocast gives both the same dtype"
-    given = f"{' and '.join(sorted(weights))} weights " + (f"under {autocast} autocast" if autocast != OFF else "without autocast")
+    given = f"{' and '.join(sorted(weights))} weights " + (
+        f"under {autocast} autocast" if autocast != OFF else "without autocast"
+    )
     return refuse("mixed-weights-cannot-meet", given, error=error, fix=fix)
 
 

@@ -1,8 +1,8 @@
 """Recipes: a YAML file of TRL's own keys plus the few below, read strictly.
 
 Everything that can be wrong with a recipe is found before anything is written or loaded: unknown keys, values of the
-wrong type, contradicting precision, rewards that cannot be imported, folders that are missing. TRL's parser takes values
-from a file unchecked, as argparse does with defaults; here they go through the same door as the command line's.
+wrong type, contradicting precision, rewards that cannot be imported, folders that are missing. TRL's parser takes
+values from a file unchecked, as argparse does with defaults; here they go through the same door as the command line's.
 """
 
 import dataclasses
@@ -145,7 +145,8 @@ def read_recipe(task: str, argv: Sequence[str]) -> Recipe:
     except (ValueError, TypeError) as error:
         # What the configs of TRL and transformers refuse by themselves, in their own words.
         raise RecipeError(f"{path or 'command line'}: {error}") from error
-    recipe = Recipe(task, *parsed, source=path)
+    extra, script, training, model, mixture = parsed
+    recipe = Recipe(task, extra, script, training, model, mixture, path)
     _check(recipe)
     return recipe
 
@@ -166,7 +167,9 @@ def load_rewards(recipe: Recipe) -> list[Any]:
     rewards: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     rewards += [_import_reward(name) for name in script.reward_funcs or []]
     if not rewards:
-        raise RecipeError("reward_funcs is empty. Write: reward_funcs: [accuracy_reward], or a dotted path of your own")
+        raise RecipeError(
+            "reward_funcs is empty. Write: reward_funcs: [accuracy_reward], or a dotted path of your own"
+        )
     return rewards
 
 
@@ -236,11 +239,13 @@ def _attempt(check: Callable[[], Any]) -> tuple[str, ...]:
 
 
 def _check_model(recipe: Recipe) -> None:
-    from .tiny import FAMILIES  # noqa: PLC0415 - lazily exported
+    from .tiny import FAMILIES
 
     name = recipe.model.model_name_or_path
     if name is None:
-        raise RecipeError("model_name_or_path is missing. Write: model_name_or_path: tiny:aria, or a folder or hub name")
+        raise RecipeError(
+            "model_name_or_path is missing. Write: model_name_or_path: tiny:aria, or a folder or hub name"
+        )
     family = embedded_name(name)
     if family is not None and family not in FAMILIES:
         raise RecipeError(f"there is no embedded model {name!r}{_hint(nearest(family, FAMILIES), TINY)}")
@@ -298,7 +303,7 @@ def _check_output(recipe: Recipe) -> None:
 
 def _import_reward(name: str) -> Any:
     if name in TRL_REWARDS:
-        import trl.rewards  # noqa: PLC0415
+        import trl.rewards
 
         return getattr(trl.rewards, name)
     module_name, _, attribute = name.rpartition(".")

@@ -92,10 +92,14 @@ def _boundaries(policy: PrecisionPolicy, census: Census) -> Iterator[Boundary]:
     else:
         for tower in census.towers:
             if tower.dtypes & HALVES:
-                reason = f"{_list(tower.dtypes)} weights; processors return float32, and generation may be outside autocast"
+                reason = (
+                    f"{_list(tower.dtypes)} weights; processors return float32, and generation may be outside autocast"
+                )
                 yield Boundary(INPUT, tower.name, reason)
     if census.towers and census.embeddings is not None:
-        given = {autocast, FLOAT32} - {OFF} if autocast != OFF else {d for tower in census.towers for d in tower.dtypes}
+        given = (
+            {autocast, FLOAT32} - {OFF} if autocast != OFF else {d for tower in census.towers for d in tower.dtypes}
+        )
         if given - {census.embeddings}:
             reason = f"towers give {_list(given)}, and the embeddings are {census.embeddings}"
             yield Boundary(OUTPUT, "features", reason)

@@ -43,9 +43,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+            model = model._orig_mod  # type: ignore[assignment]
         elif hasattr(model, "get_base_model"):
-            model = model.get_base_model()
+            model = model.get_base_model()  # type: ignore[operator]
         else:
             return model
 
@@ -99,7 +99,7 @@ def floating_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters that PEFT added to a module: LoRA factors, DoRA magnitudes, trained copies of whole modules."""
     for child in module.modules():
-        # Duck-typed, so that the package works where PEFT is not imported: these two names are PEFT's plug-in contract.
+        # Duck-typed, so that PEFT need not be imported: these two names are its plug-in contract.
         for name in getattr(child, "adapter_layer_names", ()):
             layer = getattr(child, name, None)
             if isinstance(layer, nn.Module):

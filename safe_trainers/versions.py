@@ -25,7 +25,7 @@ def check_versions(installed: dict[str, str] | None = None) -> None:
         f"{package} {installed[package]} is installed; safe-trainers supports {first} <= {package} < {end}. "
         f'Run: pip install "{package}>={first},<{end}"'
         for package, (first, end) in SUPPORTED.items()
-        # A pre-release of the first supported version already has its hooks, and one of the first unsupported does not.
+        # A pre-release counts as its release: 2.0.dev0 has lost what 2.0 has lost.
         if not Version(first).release <= Version(installed[package]).release < Version(end).release
     ]
     if wrong:

@@ -1,12 +1,13 @@
 """One cell of the tables in the integration tests: a real TRL trainer, stock or safe, on a tiny real model."""
 
 import functools
-import gc
+import hashlib
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import trl
 from peft import LoraConfig
@@ -59,7 +60,20 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    fingerprint: str | None = None
     trainer: Any = None
+
+
+def sliced(table: list[Cell], *axes: str) -> list[Any]:
+    """Parameters of a test over a table: one cell for each combination of `axes` always, all with `make matrix`.
+
+    Which of the cells of a combination is taken rotates, so that the slice has every value of the other axes too.
+    """
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in table:
+        groups.setdefault(tuple(getattr(cell, axis) for axis in axes), []).append(cell)
+    always = {group[turn % len(group)] for turn, group in enumerate(groups.values())}
+    return [pytest.param(cell, id=str(cell), marks=() if cell in always else (pytest.mark.matrix,)) for cell in table]
 
 
 @functools.cache
@@ -140,12 +154,18 @@ def run(cell: Cell, safe: bool, *, keep: bool = False, config: type | None = Non
     outcome.losses = [float(entry["loss"]) for entry in log]
     outcome.grad_norms = [float(entry["grad_norm"]) for entry in log]
     outcome.rewards = [float(entry.get("reward", 0.0)) for entry in log]
+    outcome.fingerprint = fingerprint(trainer.model)
     if keep:
         outcome.trainer = trainer
-    else:
-        del trainer
-        gc.collect()
     return outcome
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A hash of every parameter's bytes: equal for two models only if they are bit-identical."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def reset_autocast() -> None:

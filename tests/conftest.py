@@ -1,5 +1,6 @@
 """Shared fixtures, and the rule that a test leaves no trace (what counts as one: tests/policing.py)."""
 
+import gc
 import os
 import random
 import re

@@ -16,7 +16,9 @@ from safe_trainers.boundaries import cast_floating, guard_features, guard_leaves
 from safe_trainers.towers import anatomy
 
 
-CRASHES = r"(expected m1 and m2|should be the same|same dtype|expected scalar type|Index put requires|expect parameter)"
+CRASHES = (
+    r"(expected m1 and m2|should be the same|same dtype|expected scalar type|Index put requires|expect parameter)"
+)
 
 
 def media_batch(family, rows=2):

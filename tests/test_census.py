@@ -135,7 +135,8 @@ def test_adapters_are_what_peft_added(quantized):
     added = {id(p) for n, p in quantized.named_parameters() if "lora_" in n}
     assert {id(p) for p in adapter_parameters(quantized)} == added
     saved = get_peft_model(
-        tiny.build_model("text"), LoraConfig(r=2, use_dora=True, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        tiny.build_model("text"),
+        LoraConfig(r=2, use_dora=True, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     )
     added = {id(p) for n, p in saved.named_parameters() if "lora_" in n or "modules_to_save" in n}
     assert {id(p) for p in adapter_parameters(saved)} == added

@@ -29,7 +29,9 @@ def test_auto_is_itself_or_refused():
         parse_dtype("auto", allow_auto=False)
 
 
-@pytest.mark.parametrize("value", ["float", "half", "Float32", "fp8", "", "float64", torch.float64, torch.uint8, 16, None])
+@pytest.mark.parametrize(
+    "value", ["float", "half", "Float32", "fp8", "", "float64", torch.float64, torch.uint8, 16, None]
+)
 def test_anything_else_is_an_error_that_lists_what_is_accepted(value):
     with pytest.raises(PrecisionError) as caught:
         parse_dtype(value, field="precision")
@@ -44,7 +46,7 @@ def test_the_error_says_what_was_passed_and_the_nearest_spelling():
     assert str(caught.value) == (
         "1 problem with the precision of this run:\n"
         "- precision='bflot16'\n"
-        "  why: 'bflot16' names no dtype; accepted are \"fp32\", \"float32\", \"torch.float32\", \"bf16\", \"bfloat16\", "
+        '  why: \'bflot16\' names no dtype; accepted are "fp32", "float32", "torch.float32", "bf16", "bfloat16", '
         '"torch.bfloat16", "fp16", "float16", "torch.float16", "auto", and the torch.dtype of each.\n'
         "  fix: precision='bfloat16'  [unknown-dtype]"
     )

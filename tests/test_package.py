@@ -41,7 +41,11 @@ def test_supported_versions(trl, transformers):
 @pytest.mark.parametrize(
     ("trl", "transformers", "message"),
     [
-        ("0.28.0", "4.57.0", 'trl 0.28.0 is installed; safe-trainers supports 0.29 <= trl < 2. Run: pip install "trl>=0.29,<2"'),
+        (
+            "0.28.0",
+            "4.57.0",
+            'trl 0.28.0 is installed; safe-trainers supports 0.29 <= trl < 2. Run: pip install "trl>=0.29,<2"',
+        ),
         ("2.0.0.dev0", "5.0.0", "trl 2.0.0.dev0 is installed"),
         ("1.0", "4.56.2", 'pip install "transformers>=4.57,<6"'),
         ("1.0", "6.0", "transformers 6.0 is installed"),

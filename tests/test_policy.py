@@ -102,8 +102,8 @@ def test_all_problems_come_in_one_error():
     assert str(caught.value) == (
         "2 problems with the precision of this run:\n"
         "- float16 weights with bf16=True\n"
-        "  why: autocast would round float16 weights to bfloat16 in every operation and leave the others alone, so that "
-        "two half formats meet: some models crash there, and none computes what either format promises.\n"
+        "  why: autocast would round float16 weights to bfloat16 in every operation and leave the others alone, so "
+        "that two half formats meet: some models crash there, and none computes what either format promises.\n"
         "  fix: load the weights in the compute dtype, `model_init_kwargs={'dtype': 'bfloat16'}`, or set `fp16=True`  "
         "[half-weights-under-other-autocast]\n"
         "- bf16=True on V100 (compute capability 7.0)\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from safe_trainers import tiny
 from safe_trainers.tiny.grammar import ANSWERS
 from safe_trainers.tiny.shapes import pictures, split_of
+
 
 TRAIN, HELDOUT = "train", "heldout"
 
@@ -126,7 +128,9 @@ def test_suppressed_tokens_are_the_markers() -> None:
     processor = tiny.build_processor("qwen2_5_vl")
     suppressed = tiny.generation_kwargs(processor)["suppress_tokens"]
     tokenizer = processor.tokenizer
-    markers = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<pad>", "<|user|>"])
+    markers = tokenizer.convert_tokens_to_ids(
+        ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<pad>", "<|user|>"]
+    )
     assert set(markers) <= set(suppressed)
     assert tokenizer.eos_token_id not in suppressed
     assert not set(suppressed) & {i for a in ANSWERS for i in tokenizer(a)["input_ids"]}
@@ -147,9 +151,7 @@ def test_pictures_are_deterministic_balanced_and_shown() -> None:
     assert first[0]["image"].size == (32, 32) and first[0]["image"].mode == "RGB"
     assert sorted(first["solution"]) == sorted([*ANSWERS, *ANSWERS])
     assert tiny.constant_baseline(first) == pytest.approx(1 / 24)
-    assert max(
-        sum(tiny.attribute_match([a] * 48, first["solution"])) / 48 for a in ANSWERS
-    ) < 0.5
+    assert max(sum(tiny.attribute_match([a] * 48, first["solution"])) / 48 for a in ANSWERS) < 0.5
     assert tiny.constant_baseline(tiny.prompt_dataset(100)) < 0.3
 
 
@@ -183,7 +185,8 @@ def test_rewards() -> None:
 
 
 @pytest.mark.parametrize(
-    "malformed", [None, 3, [], [None], [{}], [{"role": "assistant"}], [{"content": None}], {"content": [{"type": "image"}]}]
+    "malformed",
+    [None, 3, [], [None], [{}], [{"role": "assistant"}], [{"content": None}], {"content": [{"type": "image"}]}],
 )
 def test_malformed_completions_earn_nothing(malformed: object) -> None:
     assert tiny.exact_match([malformed], ["one red circle"], prompts=None) == [0.0]

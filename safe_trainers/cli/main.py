@@ -53,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "demo":
             if rest:
                 parser.error(f"demo takes no {rest[0]}")
-            from .demo import demo  # noqa: PLC0415
+            from .demo import demo
 
             demo(options.output_dir)
         else:
-            from .train import train  # noqa: PLC0415
+            from .train import train
 
             train(options.command, [*(["--config", options.config] if options.config else []), *rest])
     except SafeTrainersError as error:

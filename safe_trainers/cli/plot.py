@@ -29,8 +29,8 @@ def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path |
     steps = [entry for entry in log if "loss" in entry]
     if find_spec("matplotlib") is None or not steps:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)

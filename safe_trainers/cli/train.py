@@ -53,7 +53,7 @@ def train(task: str, argv: Sequence[str], console: Console | None = None) -> Run
         PrecisionError: If its precision cannot work; nothing has been written then, where it can be known before the
             model is loaded.
     """
-    from ..recipes import read_recipe  # noqa: PLC0415 - imports TRL
+    from ..recipes import read_recipe
 
     console = console or Console()
     recipe = read_recipe(task, argv)
@@ -71,13 +71,13 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     Returns:
         The run.
     """
-    from trl import get_peft_config, get_quantization_config  # noqa: PLC0415
+    from trl import get_peft_config, get_quantization_config
 
-    import safe_trainers  # noqa: PLC0415
+    import safe_trainers
 
-    from ..mixin import declared_policy  # noqa: PLC0415
-    from ..recipes import TASKS, load_rewards  # noqa: PLC0415
-    from .progress import show_progress  # noqa: PLC0415
+    from ..mixin import declared_policy
+    from ..recipes import TASKS, load_rewards
+    from .progress import show_progress
 
     trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
     arguments = recipe.training
@@ -122,7 +122,7 @@ def write_run(run: Run, recipe: Any, console: Console) -> None:
         recipe: Its recipe.
         console: Where to write.
     """
-    from .plot import plot_run  # noqa: PLC0415
+    from .plot import plot_run
 
     log, trainer = run.output_dir / "log.json", run.trainer
     content = {
@@ -173,8 +173,8 @@ def _model_init_kwargs(recipe: Any) -> dict[str, Any]:
 
 def _datasets(recipe: Any) -> tuple[Any, Any]:
     """The training set, and held-out examples where the data is embedded."""
-    from .. import tiny  # noqa: PLC0415
-    from ..recipes import check_columns, embedded_name  # noqa: PLC0415
+    from .. import tiny
+    from ..recipes import check_columns, embedded_name
 
     extra, seed = recipe.extra, recipe.training.seed
     embedded = embedded_name(recipe.script.dataset_name)
@@ -195,10 +195,10 @@ def _datasets(recipe: Any) -> tuple[Any, Any]:
 
 
 def _load_dataset(recipe: Any) -> Any:
-    from datasets import load_dataset  # noqa: PLC0415
-    from trl import get_dataset  # noqa: PLC0415
+    from datasets import load_dataset
+    from trl import get_dataset
 
-    from ..errors import RecipeError, nearest  # noqa: PLC0415
+    from ..errors import RecipeError, nearest
 
     script = recipe.script
     if recipe.mixture.datasets:
@@ -217,8 +217,8 @@ def _load_dataset(recipe: Any) -> Any:
 
 def _model(recipe: Any, console: Console) -> str:
     """The model to train: its name, or a folder that an embedded model was made in and warmed up."""
-    from .. import tiny  # noqa: PLC0415
-    from ..recipes import embedded_name  # noqa: PLC0415
+    from .. import tiny
+    from ..recipes import embedded_name
 
     family = embedded_name(recipe.model.model_name_or_path)
     if family is None:
@@ -231,8 +231,8 @@ def _model(recipe: Any, console: Console) -> str:
 
 def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
     """Trains an embedded model on answers for a while, in float32, and writes it back."""
-    from .. import SafeSFTConfig, SafeSFTTrainer, tiny  # noqa: PLC0415
-    from .progress import show_progress  # noqa: PLC0415
+    from .. import SafeSFTConfig, SafeSFTTrainer, tiny
+    from .progress import show_progress
 
     extra, training = recipe.extra, recipe.training
     arguments = SafeSFTConfig(
@@ -260,7 +260,7 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
 
 def _score(recipe: Any, trainer: Any, held_out: Any) -> tuple[str, Any, float] | None:
     """What is measured on held-out examples: its name, the measurement, and the best constant answer's score."""
-    from .. import tiny  # noqa: PLC0415
+    from .. import tiny
 
     if held_out is None or not recipe.extra.evaluation_size:
         return None

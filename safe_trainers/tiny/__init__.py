@@ -23,6 +23,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+
 _EXPORTS: dict[str, str] = {
     "ANSWERS": "grammar",
     "FAMILIES": "families",

@@ -11,6 +11,7 @@ import torch
 
 from safe_trainers.tiny.rewards import exact_match
 
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin

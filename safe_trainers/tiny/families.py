@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+
 IMAGE_SIZE = 32
 """Height and width of a picture, in pixels."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from safe_trainers.tiny.families import check_choice
 
+
 COUNTS: tuple[str, ...] = ("one", "two", "three")
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow")
 SHAPES: tuple[str, ...] = ("square", "circle")

@@ -33,10 +33,14 @@ from safe_trainers.tiny.families import FAMILIES, IMAGE_SIZE, PATCH_SIZE, check_
 from safe_trainers.tiny.nocast import NoCastConfig, NoCastForConditionalGeneration
 from safe_trainers.tiny.tokenizer import build_tokenizer, marker_ids
 
+
 _HIDDEN = 64
 _HEADS = 4
 _MLP = 128
 _TOKENS_PER_SIDE = IMAGE_SIZE // PATCH_SIZE
+
+# The usual 0.02 suits widths in the thousands; at this width it is so small that the first hundred steps go on growing.
+_INIT_STD = 0.06
 
 _DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -59,6 +63,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> dict[str, Any]:
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": False,
+        "initializer_range": _INIT_STD,
         **changes,
     }
 
@@ -72,6 +77,7 @@ def _vision(**changes: Any) -> dict[str, Any]:
         "num_attention_heads": _HEADS,
         "image_size": IMAGE_SIZE,
         "patch_size": PATCH_SIZE,
+        "initializer_range": _INIT_STD,
         **changes,
     }
 
@@ -93,9 +99,10 @@ def _llava(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTraine
 def _aria(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = AriaConfig(
         vision_config={"model_type": "idefics3_vision", **_vision()},
-        text_config=_text(tokenizer, moe_num_experts=2, moe_topk=1, moe_num_shared_experts=1),
+        text_config=_text(tokenizer, moe_num_experts=2, moe_topk=2, moe_num_shared_experts=1),
         projector_patch_to_query_dict={_TOKENS_PER_SIDE**2: _TOKENS_PER_SIDE**2},
         image_token_index=ids["image_token"],
+        initializer_range=_INIT_STD,
     )
     return AriaForConditionalGeneration(config)
 
@@ -103,7 +110,11 @@ def _aria(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrained
 def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     # Rotary positions of pictures have three parts; they share half the head dimension.
     half = _HIDDEN // _HEADS // 2
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+    }
     config = Qwen2_5_VLConfig(
         vision_config={
             "depth": 1,

@@ -7,7 +7,7 @@ outside autocast; with float32 weights the second one breaks inside it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class NoCastConfig(PretrainedConfig):
     """
 
     model_type = "safe_trainers_nocast"
-    sub_configs = {"vision_config": NoCastVisionConfig, "text_config": LlamaConfig}
+    sub_configs: ClassVar[dict[str, Any]] = {"vision_config": NoCastVisionConfig, "text_config": LlamaConfig}
 
     def __init__(
         self,
@@ -85,6 +85,8 @@ class NoCastConfig(PretrainedConfig):
         self.text_config = text_config
         self.image_token_id = image_token_id
         super().__init__(**kwargs)
+        # As in checkpoints with remote code: TRL reads here which auto class loads a model that transformers lacks.
+        self.auto_map = {"AutoModelForImageTextToText": "nocast.NoCastForConditionalGeneration"}
 
 
 class NoCastVisionTower(nn.Module):
@@ -134,7 +136,7 @@ class NoCastPreTrainedModel(PreTrainedModel):
     input_modalities = ("image", "text")
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["LlamaDecoderLayer"]
+    _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer"]
 
 
 class NoCastModel(NoCastPreTrainedModel):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from safe_trainers.tiny.families import IMAGE_SIZE, PATCH_SIZE, VISION_FAMILIES, family_spec
 from safe_trainers.tiny.tokenizer import build_tokenizer, chat_template, marker_ids
 
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -60,7 +61,7 @@ def _qwen_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> Processo
 
 
 def _idefics_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Pictures as `(batch, images, ...)` with a pixel mask. SmolVLM's own processor needs torchvision and num2words."""
+    """Pictures as `(batch, images, ...)` with a mask. SmolVLM's own processor needs torchvision and num2words."""
     from transformers import Idefics3Processor
 
     image_processor = _image_processor(

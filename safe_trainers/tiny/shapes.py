@@ -15,6 +15,7 @@ from PIL import Image
 from safe_trainers.tiny.families import IMAGE_SIZE, check_choice
 from safe_trainers.tiny.grammar import ANSWERS, COLOURS, COUNTS, QUESTION, SHAPES, noun, parts
 
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -45,7 +46,8 @@ def split_of(content: bytes) -> str:
 
 def _draw_shape(pixels: np.ndarray, shape: str, colour: np.ndarray, cell: int, rng: np.random.Generator) -> None:
     """Paint one shape into one of the four cells of `pixels` (`(H, W, 3)`, float64)."""
-    radius = rng.uniform(6.2, 7.2)
+    # Circles are smaller: with patches of 8 pixels the corners alone would take a tiny tower most of the run to see.
+    radius = rng.uniform(5.2, 6.2) if shape == "circle" else rng.uniform(6.2, 7.2)
     reach = _CELL / 2 - radius - 0.5
     row = (cell // 2) * _CELL + _CELL / 2 - 0.5 + rng.uniform(-reach, reach)
     column = (cell % 2) * _CELL + _CELL / 2 - 0.5 + rng.uniform(-reach, reach)

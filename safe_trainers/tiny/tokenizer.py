@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from safe_trainers.tiny.families import Family, family_spec
 from safe_trainers.tiny.grammar import task_words
 
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 

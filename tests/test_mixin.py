@@ -1,0 +1,395 @@
+"""The sandwich on real trainers: when its hooks fire, what they see, and what they leave alone."""
+
+import inspect
+import json
+import warnings
+from types import SimpleNamespace
+
+import cells
+import pytest
+import torch
+import trl
+from cells import Cell
+from datasets import Dataset
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, Trainer
+
+from safe_trainers import (
+    PrecisionError,
+    PrecisionWarning,
+    SafeGRPOConfig,
+    SafeGRPOTrainer,
+    SafeRLOOTrainer,
+    SafeSFTConfig,
+    SafeSFTTrainer,
+    tiny,
+)
+
+
+def build(cell, safe=True, trainer_class=None, config=None, **changes):
+    made = cells.arguments(cell, config or cells.PLAIN[cell.task], **changes)
+    return (trainer_class or (cells.SAFE if safe else cells.STOCK)[cell.task])(**made)
+
+
+GRPO = Cell("aria", "grpo", "bf16", "bf16")
+
+
+def test_the_peft_hook_fires_after_trls_cast_and_before_the_trainer_exists():
+    """TRL casts the adapters of a quantised model to bfloat16; the hook is where that can be seen, and undone."""
+    pytest.importorskip("bitsandbytes")
+    seen = {}
+
+    class Watching(SafeSFTTrainer):
+        def _adapters_ready(self, model):
+            super()._adapters_ready(model)
+            seen["dtypes"] = {p.dtype for n, p in model.named_parameters() if "lora_" in n}
+            seen["optimizer"] = hasattr(self, "optimizer")
+            seen["accelerator"] = hasattr(self, "accelerator")
+            seen["wrapped"] = hasattr(model, "_original_forward")
+
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    model = AutoModelForImageTextToText.from_pretrained(cells.folder("llava"), quantization_config=config)
+    made = cells.arguments(Cell("llava", "sft", "fp32", "bf16", lora=True), trl.SFTConfig)
+    made["args"].model_init_kwargs = None
+    trainer = Watching(**{**made, "model": model})
+    assert seen == {"dtypes": {torch.bfloat16}, "optimizer": False, "accelerator": False, "wrapped": False}
+    assert trainer.safety_contract.fired["adapters"] == 1
+
+
+def test_hooks_are_reached_as_often_as_trl_calls_them():
+    trainer = build(Cell("aria", "grpo", "bf16", "bf16", beta=0.1), max_steps=2)
+    trainer.train()
+    fired = trainer.safety_contract.fired
+    # Rollout and scoring batch of each generation.
+    assert dict(fired) == {"adapters": 1, "inputs": 4, "rollout": 2, "buffer": 2}
+    assert trainer.safety_contract.missing() == []
+    trainer = build(Cell("aria", "sft", "bf16", "bf16"), max_steps=2)
+    trainer.train()
+    assert dict(trainer.safety_contract.fired) == {"adapters": 1, "inputs": 2}
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_several_iterations_use_one_buffer_and_never_change_it(task):
+    """num_iterations > 1 returns the same buffered dict for several steps."""
+    seen = []
+
+    class Watching(cells.SAFE[task]):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(
+                (id(inputs["pixel_values"]), inputs["pixel_values"].dtype, inputs["pixel_values"].sum().item())
+            )
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = build(
+        Cell("aria", task, "bf16", "bf16"),
+        trainer_class=Watching,
+        steps=4,
+        num_iterations=2,
+        steps_per_generation=2,
+        gradient_accumulation_steps=2,
+    )
+    trainer.train()
+    assert {dtype for _, dtype, _ in seen} == {torch.bfloat16}
+    assert seen[0:2] == seen[2:4]
+    assert trainer.safety_contract.fired["rollout"] == 2
+    assert {b["pixel_values"].dtype for b in trainer._buffered_inputs} == {torch.bfloat16}
+    assert {b["advantages"].dtype for b in trainer._buffered_inputs} == {torch.float32}
+
+
+def test_the_buffer_holds_half_the_bytes():
+    def media_bytes(safe):
+        trainer = build(Cell("llava", "grpo", "bf16", "bf16"), safe)
+        trainer.train()
+        return sum(b["pixel_values"].nbytes for b in trainer._buffered_inputs)
+
+    assert media_bytes(safe=True) * 2 == media_bytes(safe=False)
+
+
+def test_what_trl_prepared_in_its_own_way_is_cast_before_it_is_buffered():
+    class OwnWay(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            self.given = {**batch, "pixel_values": batch["pixel_values"].float()}
+            return self.given
+
+    from safe_trainers import PrecisionBase, PrecisionMixin
+
+    class SafeOwnWay(PrecisionMixin, OwnWay, PrecisionBase):
+        pass
+
+    trainer = build(GRPO, trainer_class=SafeOwnWay)
+    trainer.train()
+    assert {b["pixel_values"].dtype for b in trainer._buffered_inputs} == {torch.bfloat16}
+    assert trainer.given["pixel_values"].dtype == torch.float32  # TRL's own batch is not changed
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo", "sft"])
+def test_evaluation_is_covered(task):
+    made = cells.arguments(Cell("aria", task, "bf16", None), cells.PLAIN[task], per_device_eval_batch_size=4)
+    with pytest.raises(RuntimeError, match="should be the same"):
+        cells.STOCK[task](**made, eval_dataset=made["train_dataset"]).evaluate()
+    cells.reset_autocast()
+    made = cells.arguments(Cell("aria", task, "bf16", None), cells.PLAIN[task], per_device_eval_batch_size=4)
+    metrics = cells.SAFE[task](**made, eval_dataset=made["train_dataset"]).evaluate()
+    assert torch.isfinite(torch.tensor(metrics["eval_loss"]))
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_several_pictures_in_a_prompt(task):
+    rows = tiny.prompt_dataset(8, seed=0)
+    pictures = [rows[i]["image"] for i in range(8)]
+    data = Dataset.from_dict(
+        {
+            "prompt": [rows[i]["prompt"] for i in range(8)],
+            "images": [[pictures[i]] if i % 2 else [pictures[i], pictures[i - 1]] for i in range(8)],
+        }
+    )
+    for safe in (False, True):
+        made = cells.arguments(Cell("aria", task, "bf16", "bf16"), cells.PLAIN[task])
+        trainer = (cells.SAFE if safe else cells.STOCK)[task](**{**made, "train_dataset": data})
+        if safe:
+            trainer.train()
+            assert all(torch.isfinite(torch.tensor(e["loss"])) for e in trainer.state.log_history if "loss" in e)
+        else:
+            with pytest.raises(RuntimeError, match="should be the same"):
+                trainer.train()
+            cells.reset_autocast()
+
+
+def test_pictures_that_a_tool_returns_follow_the_tower_too():
+    """TRL prepares tool images by themselves, in `super()._prepare_inputs`."""
+    trainer = build(GRPO)
+    processor = trainer.processing_class
+    rows = tiny.prompt_dataset(2, seed=0)
+    inputs = processor.image_processor(images=[rows[0]["image"], rows[1]["image"]], return_tensors="pt")
+    trainer._prepare_inputs_of_a_model = super(trl.GRPOTrainer, trainer)._prepare_inputs
+    prepared = trainer._prepare_inputs_of_a_model(inputs)
+    assert type(prepared) is type(inputs)
+    assert inputs["pixel_values"].dtype == torch.float32
+    # Images alone are enough for the comparison: the tower needs no text.
+    assert prepared["pixel_values"].dtype == torch.bfloat16
+
+
+def test_a_trainer_that_calls_past_the_base_is_covered():
+    """SDPO calls `_BaseTrainer._prepare_inputs(self, ...)`; the virtual `_prepare_input` is still reached."""
+    trainer = build(GRPO)
+    batch = {
+        "pixel_values": torch.rand(1, 3, 32, 32),
+        "second_per_grid_ts": torch.rand(1),
+        "input_ids": torch.ones(1, 2),
+    }
+    prepared = Trainer._prepare_inputs(trainer, batch)
+    assert prepared["pixel_values"].dtype == torch.bfloat16
+    assert prepared["second_per_grid_ts"] is batch["second_per_grid_ts"]
+
+
+def test_under_deepspeed_only_media_change_their_dtype():
+    """A stand-in: `is_deepspeed_enabled` alone is what makes stock cast every floating input; no engine runs here."""
+
+    class Engine:
+        zero_stage = 2
+        hf_ds_config = SimpleNamespace(dtype=lambda: torch.bfloat16)
+
+    class Accelerated:
+        def __init__(self, accelerator):
+            self.accelerator, self.state = accelerator, SimpleNamespace(deepspeed_plugin=Engine)
+
+        def __getattr__(self, name):
+            return getattr(self.accelerator, name)
+
+    batch = {"pixel_values": torch.rand(1, 3, 32, 32), "second_per_grid_ts": torch.rand(3), "margin": torch.rand(2)}
+    prepared = {}
+    for safe in (False, True):
+        trainer = build(Cell("aria", "sft", "bf16", "bf16"), safe)
+        trainer.is_deepspeed_enabled = True
+        trainer.accelerator = Accelerated(trainer.accelerator)
+        prepared[safe] = trainer._prepare_inputs(dict(batch))
+    assert {k: v.dtype for k, v in prepared[False].items()} == dict.fromkeys(batch, torch.bfloat16)
+    assert {k: v.dtype for k, v in prepared[True].items()} == {
+        "pixel_values": torch.bfloat16,
+        "second_per_grid_ts": torch.float32,
+        "margin": torch.float32,
+    }
+
+
+def test_arguments_may_be_positional_as_in_trl():
+    made = cells.arguments(GRPO, trl.GRPOConfig)
+    trainer = SafeGRPOTrainer(made["model"], made["reward_funcs"], made["args"], made["train_dataset"])
+    assert trainer.args is made["args"]
+    with pytest.raises(TypeError, match="missing a required argument: 'reward_funcs'"):
+        SafeRLOOTrainer(made["model"])
+
+
+def test_without_args_a_safe_config_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = SafeSFTTrainer(str(cells.folder("text")), train_dataset=cells.dataset("sft", "text"))
+    assert isinstance(trainer.args, SafeSFTConfig)
+    assert trainer.args.output_dir == "text-SFT"
+    assert trainer.precision_policy.compute.value == "float32"  # auto, on a CPU
+    # Stock decides bf16 for itself, and refuses its own decision on a machine without it.
+    with pytest.raises(ValueError, match="doesn't support bf16/gpu"):
+        trl.SFTConfig("out")
+
+
+def test_the_reference_model_gets_boundaries_of_its_own():
+    trainer = build(Cell("aria", "grpo", "bf16", "bf16", beta=0.1))
+    assert trainer.ref_model is not None
+    hooks = [m for m in trainer.ref_model.modules() if m._forward_pre_hooks]
+    assert len(hooks) == len([m for m in trainer.model.modules() if m._forward_pre_hooks]) > 0
+
+
+def test_nothing_is_placed_where_no_dtypes_can_meet():
+    trainer = build(Cell("aria", "grpo", "fp32", None))
+    assert trainer.precision_settlement.boundaries == ()
+    assert not any(m._forward_pre_hooks for m in trainer.model.modules())
+    assert "get_image_features" not in vars(trainer.model.model)
+
+
+def test_problems_of_a_live_model_are_refused_at_construction_all_at_once():
+    model = AutoModelForImageTextToText.from_pretrained(cells.folder("aria"), dtype=torch.float16)
+    made = cells.arguments(Cell("aria", "grpo", "fp16", "bf16"), SafeGRPOConfig, model_init_kwargs=None)
+    made["args"].rollout_compute = "sometimes"
+    with pytest.raises(PrecisionError) as caught:
+        SafeGRPOTrainer(**{**made, "model": model})
+    assert [p.id for p in caught.value.problems] == ["unknown-choice", "half-weights-under-other-autocast"]
+    assert "model_init_kwargs={'dtype': 'bfloat16'}" in str(caught.value)
+
+
+def test_declared_problems_are_refused_before_the_model_is_read(tmp_path):
+    made = cells.arguments(Cell("text", "sft", "fp16", "bf16"), trl.SFTConfig)
+    with pytest.raises(PrecisionError, match="half-weights-under-other-autocast"):
+        SafeSFTTrainer(**{**made, "model": str(tmp_path / "no-such-model")})
+
+
+@pytest.mark.parametrize(("weights", "flag"), [("fp16", "bf16"), ("bf16", "fp16")])
+def test_following_the_advice_trains(weights, flag):
+    assert "half-weights-under-other-autocast" in cells.run(Cell("text", "grpo", weights, flag), safe=True).error
+    assert cells.run(Cell("text", "grpo", flag, flag), safe=True).error is None
+    assert cells.run(Cell("text", "grpo", weights, weights), safe=True).error is None
+
+
+def test_mixed_weights_that_cannot_meet_are_refused_and_the_advice_trains():
+    def mixed():
+        model = AutoModelForImageTextToText.from_pretrained(cells.folder("aria"), dtype=torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.data = parameter.data.float()
+        return model
+
+    made = cells.arguments(Cell("aria", "sft", "bf16", None), trl.SFTConfig, model_init_kwargs=None)
+    with pytest.raises(PrecisionError) as caught:
+        SafeSFTTrainer(**{**made, "model": mixed()})
+    assert [p.id for p in caught.value.problems] == ["mixed-weights-cannot-meet"]
+    assert caught.value.problems[0].fix == "`bf16=True`, so that autocast gives both the same dtype"
+    made = cells.arguments(Cell("aria", "sft", "bf16", "bf16"), trl.SFTConfig, model_init_kwargs=None)
+    trainer = SafeSFTTrainer(**{**made, "model": mixed()})
+    trainer.train()
+    assert trainer.precision_census.weights == {"bfloat16", "float32"}
+
+
+@pytest.mark.parametrize("flag", [None, "bf16"])
+def test_float32_norms_in_a_half_model_train(flag):
+    """What k-bit preparation leaves behind; without autocast stock fails at the next Linear."""
+
+    def mixed():
+        model = AutoModelForImageTextToText.from_pretrained(cells.folder("llava"), dtype=torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.data = parameter.data.float()
+        return model
+
+    for safe in (False, True):
+        made = cells.arguments(Cell("llava", "grpo", "bf16", flag), trl.GRPOConfig, model_init_kwargs=None)
+        trainer = (SafeGRPOTrainer if safe else trl.GRPOTrainer)(**{**made, "model": mixed()})
+        if flag is None and not safe:
+            with pytest.raises(RuntimeError, match="same dtype"):
+                trainer.train()
+            cells.reset_autocast()
+        else:
+            trainer.train()
+
+
+def test_warnings_are_given_once_and_say_what_to_do():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PrecisionWarning)
+        build(Cell("text", "sft", "bf16", None))
+    texts = [str(w.message) for w in caught if issubclass(w.category, PrecisionWarning)]
+    assert len(texts) == 1
+    assert "trainable weights in bfloat16" in texts[0]
+    assert "fix: `model_init_kwargs={'dtype': 'float32'}` with `bf16=True`" in texts[0]
+
+
+def test_fp16_on_a_cpu_warns_that_nothing_happens():
+    with pytest.warns(PrecisionWarning, match="fp16-on-cpu"):
+        trainer = build(Cell("text", "sft", "fp32", "fp16"))
+    assert trainer.precision_policy.compute.value == "float32"
+    assert not trainer.accelerator.native_amp  # what accelerate says nothing about
+    assert trainer.accelerator.scaler is None
+
+
+def test_half_trainables_under_a_loss_scaler_are_refused():
+    """The scaler that CUDA would have, put in place where accelerate builds none."""
+
+    class Scaled(SafeSFTTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+    with pytest.raises(PrecisionError, match="half-trainables-under-loss-scaling"):
+        build(Cell("text", "sft", "fp16", "fp16"), trainer_class=Scaled)
+    with pytest.warns(PrecisionWarning):
+        assert build(Cell("text", "sft", "fp32", "fp16"), trainer_class=Scaled).accelerator.scaler is not None
+
+
+def test_an_accelerator_that_disagrees_is_refused(monkeypatch):
+    """A stray variable in the environment decides the precision behind the arguments' back."""
+
+    class Stray(SafeSFTTrainer):
+        def create_accelerator_and_postprocess(self):
+            self.args.mixed_precision = "bf16"
+            monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+            super().create_accelerator_and_postprocess()
+
+    with pytest.raises(PrecisionError) as caught:
+        build(Cell("text", "sft", "fp32", None), trainer_class=Stray)
+    assert [p.id for p in caught.value.problems] == ["accelerator-disagrees"]
+
+
+def test_decisions_can_be_read_and_stored():
+    trainer = build(GRPO)
+    trainer.train()
+    for decided in (trainer.precision_policy, trainer.precision_census, trainer.precision_settlement):
+        json.dumps(decided.to_dict())
+    assert "vision_tower" in str(trainer.precision_settlement)
+    assert [(d.key, d.dtype) for d in trainer.media_decisions] == [("pixel_values", "bfloat16")]
+
+
+def test_the_rollout_context_is_the_users_choice():
+    seen = {}
+
+    class Watching(trl.GRPOTrainer):
+        def _generate_single_turn(self, *args, **kwargs):
+            seen[self.args.rollout_compute] = torch.is_autocast_enabled("cpu")
+            return super()._generate_single_turn(*args, **kwargs)
+
+    from safe_trainers import PrecisionBase, PrecisionMixin
+
+    class SafeWatching(PrecisionMixin, Watching, PrecisionBase):
+        config_class = SafeGRPOConfig
+
+    for choice in ("training", "stock"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrecisionWarning)
+            trainer = build(
+                Cell("text", "grpo", "fp32", "bf16"),
+                trainer_class=SafeWatching,
+                config=SafeGRPOConfig,
+                rollout_compute=choice,
+            )
+            trainer.train()
+    assert seen == {"training": True, "stock": False}
+
+
+def test_signatures_are_trls():
+    for name in ("_prepare_inputs", "_generate_and_score_completions", "_generate_single_turn"):
+        assert name in vars(SafeGRPOTrainer.__mro__[1])
+        assert callable(inspect.getattr_static(trl.GRPOTrainer, name))
