@@ -23,10 +23,14 @@ from trl.scripts.rloo import RLOOScriptArguments
 from .arguments import SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
 from .dtypes import parse_dtype
 from .errors import PrecisionError, RecipeError, nearest
+from .tiny import FAMILIES
 
 
 TINY = "tiny:"
 """Prefix of the embedded models and datasets, which are made on the spot: `tiny:aria`, `tiny:shapes`."""
+
+EMBEDDED_MODELS = (*FAMILIES, "reward")
+"""The embedded models; `reward` is a text model with a score head."""
 
 EMBEDDED_DATASETS = {"shapes": ("prompt", "image", "solution"), "preferences": ("chosen", "rejected")}
 """The embedded datasets and their columns."""
@@ -173,6 +177,28 @@ def load_rewards(recipe: Recipe) -> list[Any]:
     return rewards
 
 
+def find_recipe(name: str) -> Path:
+    """The file of a recipe that comes with the package.
+
+    Args:
+        name: Such as `grpo/tiny_vlm_bf16.yaml`.
+
+    Returns:
+        Its path: inside an installed package, or in the checkout that the package runs from.
+
+    Raises:
+        RecipeError: If there is none of that name, with the nearest one.
+    """
+    package = Path(__file__).parent
+    for folder in (package / "_data" / "recipes", package.parent / "recipes"):
+        if (folder / name).is_file():
+            return folder / name
+        if folder.is_dir():
+            known = [path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml")]
+            raise RecipeError(f"there is no recipe {name}{_hint(nearest(name, known))}")
+    raise RecipeError("this installation holds no recipes")
+
+
 def embedded_name(value: str | None) -> str | None:
     """The name behind `tiny:`, `None` where the value names nothing embedded."""
     return value.removeprefix(TINY) if value is not None and value.startswith(TINY) else None
@@ -239,16 +265,14 @@ def _attempt(check: Callable[[], Any]) -> tuple[str, ...]:
 
 
 def _check_model(recipe: Recipe) -> None:
-    from .tiny import FAMILIES
-
     name = recipe.model.model_name_or_path
     if name is None:
         raise RecipeError(
             "model_name_or_path is missing. Write: model_name_or_path: tiny:aria, or a folder or hub name"
         )
     family = embedded_name(name)
-    if family is not None and family not in FAMILIES:
-        raise RecipeError(f"there is no embedded model {name!r}{_hint(nearest(family, FAMILIES), TINY)}")
+    if family is not None and family not in EMBEDDED_MODELS:
+        raise RecipeError(f"there is no embedded model {name!r}{_hint(nearest(family, EMBEDDED_MODELS), TINY)}")
     if family is None and recipe.extra.warm_up_steps:
         raise RecipeError(f"warm_up_steps is for embedded models, and {name!r} is none. Drop `warm_up_steps`")
     if family is None and _is_path(name) and not (Path(name) / "config.json").is_file():

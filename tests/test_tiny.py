@@ -228,4 +228,4 @@ def test_importing_is_light() -> None:
 def test_every_public_name_exists() -> None:
     assert all(getattr(tiny, name) is not None for name in tiny.__all__)
     with pytest.raises(AttributeError):
-        tiny.nothing_of_the_kind
+        _ = tiny.nothing_of_the_kind

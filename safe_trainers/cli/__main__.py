@@ -1,8 +1,6 @@
 """`python -m safe_trainers.cli`."""
 
-import sys
-
-from .main import main
+from .main import run
 
 
-sys.exit(main())
+run()

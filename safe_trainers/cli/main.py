@@ -1,7 +1,10 @@
 """`safe-trainers COMMAND ...`: finds the command, and turns every refusal into one clear message and exit status 2."""
 
 import argparse
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from ..errors import SafeTrainersError
@@ -66,5 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The installed program: `main`, in a process of its own, whose output is for a person to read.
+
+    What the libraries report of their own accord is set to errors only; each variable can be set otherwise.
+    """
+    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     sys.exit(main())

@@ -1,19 +1,12 @@
 """`safe-trainers grpo|rloo|sft|reward`: checks a recipe, makes what it needs, trains, and writes what came out."""
 
 import json
-import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-
-
-# Nothing that the embedded models and data need is on a hub, and the questions cost seconds each without a network.
-logging.getLogger("transformers").setLevel(logging.ERROR)
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 @dataclass
@@ -230,14 +223,18 @@ def _model(recipe: Any, console: Console) -> str:
 
 
 def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
-    """Trains an embedded model on answers for a while, in float32, and writes it back."""
+    """Trains an embedded model on answers for a while, and writes it back in float32.
+
+    Under the autocast of the run itself: accelerate keeps one mixed precision for the life of a process.
+    """
     from .. import SafeSFTConfig, SafeSFTTrainer, tiny
     from .progress import show_progress
 
     extra, training = recipe.extra, recipe.training
     arguments = SafeSFTConfig(
         output_dir=str(folder.parent / "warm_up"),
-        precision="fp32",
+        bf16=training.bf16,
+        fp16=training.fp16,
         use_cpu=training.use_cpu,
         max_steps=extra.warm_up_steps,
         per_device_train_batch_size=extra.warm_up_batch_size,

@@ -39,7 +39,7 @@ _HEADS = 4
 _MLP = 128
 _TOKENS_PER_SIDE = IMAGE_SIZE // PATCH_SIZE
 
-# The usual 0.02 suits widths in the thousands; at this width it is so small that the first hundred steps go on growing.
+# The usual 0.02 suits widths in the thousands; at this one the first hundred steps would go on growing the weights.
 _INIT_STD = 0.06
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -170,7 +170,10 @@ def _gemma3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrain
         image_token_index=ids["image_token"],
         tie_word_embeddings=False,
     )
-    return Gemma3ForConditionalGeneration(config)
+    model = Gemma3ForConditionalGeneration(config)
+    # Its projector starts from zeros, so that the text model of a random Gemma would see no picture at all.
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=_INIT_STD)
+    return model
 
 
 def _llama4(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:

@@ -81,8 +81,8 @@ class NoCastConfig(PretrainedConfig):
             vision_config = NoCastVisionConfig(**(vision_config or {}))
         if not isinstance(text_config, LlamaConfig):
             text_config = LlamaConfig(**(text_config or {}))
-        self.vision_config = vision_config
-        self.text_config = text_config
+        self.vision_config: NoCastVisionConfig = vision_config
+        self.text_config: LlamaConfig = text_config
         self.image_token_id = image_token_id
         super().__init__(**kwargs)
         # As in checkpoints with remote code: TRL reads here which auto class loads a model that transformers lacks.

@@ -215,7 +215,8 @@ def preference_dataset(n: int, seed: int = 0, split: str = "train") -> Dataset:
     check_choice("split", split, SPLITS)
     _check_size(n)
     rng = np.random.default_rng([seed, SPLITS.index(split), len(SPLITS)])
-    chosen, rejected = [], []
+    chosen: list[list[dict[str, str]]] = []
+    rejected: list[list[dict[str, str]]] = []
     while len(chosen) < n:
         right, wrong = _sentences(rng)
         if split_of(right.encode()) != split:

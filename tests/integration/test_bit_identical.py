@@ -1,8 +1,8 @@
 """Where stock trains and the policy changes nothing, a safe run is the stock run, bit for bit.
 
-The committed table: rows are what is trained, columns what it is loaded in and which flag is set. In the one column that
-is left out, float32 weights under bf16 in GRPO and RLOO, the policy does change something, on purpose: stock generates
-outside the autocast that it trains in.
+The committed table: rows are what is trained, columns what it is loaded in and which flag is set. In the one column
+that is left out, float32 weights under bf16 in GRPO and RLOO, the policy does change something, on purpose: stock
+generates outside the autocast that it trains in.
 """
 
 import warnings

@@ -55,7 +55,7 @@ def test_every_cell_trains_two_steps_and_stock_crashes_where_measured(cell):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_llama4_does_not_run_in_this_trl_at_all(task):
-    """Llama4 is one of the families whose tower does not cast. Where TRL can run it, it belongs into the table above."""
+    """Llama4's tower does not cast either. Where TRL can run it, it belongs into the table above."""
     stock = cells.run(Cell("llama4", task, "fp32", None), safe=False)
     assert "has no attribute 'last_hidden_state'" in (stock.error or "it trained: put llama4 into the table")
 

@@ -1,0 +1,251 @@
+"""Recipes are read strictly: what is wrong is said once, clearly, before anything is written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from safe_trainers import PrecisionError, RecipeError, tiny
+from safe_trainers.cli.main import build_parser, main
+from safe_trainers.recipes import TASKS, check_columns, find_recipe, load_rewards, read_recipe
+
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+GOOD = {
+    "model_name_or_path": "tiny:llava",
+    "dataset_name": "tiny:shapes",
+    "reward_funcs": ["safe_trainers.tiny.exact_match"],
+    "needs_images": True,
+    "precision": "fp32",
+    "use_cpu": True,
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "report_to": "none",
+}
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(**changes):
+        values = {key: value for key, value in {**GOOD, **changes}.items() if value is not ...}
+        Path("recipe.yaml").write_text(yaml.safe_dump(values))
+        return ["--config", "recipe.yaml"]
+
+    return write
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(ROOT / "recipes").as_posix())
+def test_every_recipe_parses_strictly_and_has_a_header(path):
+    task = path.parent.name
+    read = read_recipe(task, ["--config", str(path)])
+    assert read.task == task
+    assert path.read_text().startswith(
+        f"# safe-trainers {task} --config recipes/{path.relative_to(ROOT / 'recipes')}\n"
+    )
+
+
+def test_there_is_a_recipe_for_each_trainer():
+    assert {path.parent.name for path in RECIPES} == set(TASKS)
+
+
+def test_the_command_line_wins_over_the_file(recipe):
+    read = read_recipe("grpo", [*recipe(learning_rate="1e-5"), "--learning_rate", "2e-5", "--max-steps=3"])
+    assert read.training.learning_rate == 2e-5
+    assert read.training.max_steps == 3
+    assert read.training.bf16 is False
+    assert read.extra.needs_images is True
+    assert read_recipe("grpo", recipe(learning_rate="1e-5")).training.learning_rate == 1e-5
+
+
+def test_dictionaries_and_nothing_reach_the_config(recipe):
+    read = read_recipe("grpo", recipe(model_init_kwargs={"dtype": "bfloat16"}, top_k=None))
+    assert read.training.model_init_kwargs == {"dtype": "bfloat16"}
+    assert read_recipe("sft", recipe(reward_funcs=..., num_generations=...)).script.dataset_name == "tiny:shapes"
+
+
+BAD = {
+    "misspelt key": (
+        {"learning_rte": 1e-5},
+        "in recipe.yaml: there is no key 'learning_rte'; did you mean 'learning_rate'?",
+    ),
+    "two misspelt keys": (
+        {"num_generation": 2, "per_device_batch_size": 4},
+        "in recipe.yaml: there is no key 'num_generation'; did you mean 'num_generations'?",
+    ),
+    "float for an integer": (
+        {"num_generations": 4.0},
+        "recipe.yaml: argument --num_generations/--num-generations: invalid int value: '4.0'",
+    ),
+    "misspelt dtype": ({"dtype": "bflot16"}, "invalid choice: 'bflot16'"),
+    "misspelt precision": ({"precision": "bf61"}, "fix: precision='bf16'  [unknown-dtype]"),
+    "contradicting flags": (
+        {"precision": "fp16", "bf16": True},
+        "fix: drop `bf16=True`, or drop `precision='fp16'`  [precision-contradicts-flag]",
+    ),
+    "misspelt embedded model": (
+        {"model_name_or_path": "tiny:llva"},
+        "there is no embedded model 'tiny:llva'; did you mean 'tiny:llava'?",
+    ),
+    "missing model folder": (
+        {"model_name_or_path": "./models/qwen"},
+        "there is no model in the folder ./models/qwen",
+    ),
+    "no model": ({"model_name_or_path": ...}, "model_name_or_path is missing. Write: model_name_or_path: tiny:aria"),
+    "misspelt embedded dataset": (
+        {"dataset_name": "tiny:shape"},
+        "there is no embedded dataset 'tiny:shape'; did you mean 'tiny:shapes'?",
+    ),
+    "missing dataset": ({"dataset_name": "./data/nothing"}, "there is no dataset at ./data/nothing"),
+    "no dataset": ({"dataset_name": ...}, "dataset_name is missing. Write: dataset_name: tiny:shapes"),
+    "dataset without pictures": (
+        {"dataset_name": "tiny:preferences"},
+        "dataset tiny:preferences has no `image` or `images` column, only chosen, rejected, and this recipe needs",
+    ),
+    "unknown reward": (
+        {"reward_funcs": ["acuracy_reward"]},
+        "there is no reward function 'acuracy_reward'; did you mean 'accuracy_reward'?",
+    ),
+    "reward of a missing module": (
+        {"reward_funcs": ["rewards_of_mine.digits"]},
+        "reward function 'rewards_of_mine.digits' cannot be imported: No module named 'rewards_of_mine'",
+    ),
+    "misspelt reward": (
+        {"reward_funcs": ["safe_trainers.tiny.rewards.exact_mach"]},
+        "module safe_trainers.tiny.rewards has no function 'exact_mach'; did you mean "
+        "'safe_trainers.tiny.rewards.exact_match'?",
+    ),
+    "no rewards": ({"reward_funcs": ...}, "reward_funcs is empty. Write: reward_funcs: [accuracy_reward]"),
+    "warm-up of a model that is not embedded": (
+        {"model_name_or_path": "org/model", "warm_up_steps": 3},
+        "warm_up_steps is for embedded models, and 'org/model' is none. Drop `warm_up_steps`",
+    ),
+    "batch that does not divide": ({"num_generations": 3}, "recipe.yaml: generation_batch_size (4) must be divisible"),
+    "output that is a file": ({"output_dir": "recipe.yaml"}, "output_dir recipe.yaml is a file."),
+    "unknown rollout compute": (
+        {"rollout_compute": "training_"},
+        "fix: rollout_compute='training'  [unknown-choice]",
+    ),
+    "weights against autocast": (
+        {"precision": "bf16", "dtype": "float16"},
+        "[half-weights-under-other-autocast]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_message_exit_status_2_and_nothing_written(name, recipe, capsys, tmp_path):
+    changes, message = BAD[name]
+    argv = ["grpo", *recipe(**changes)]
+    before = sorted(tmp_path.rglob("*"))
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_all_unknown_keys_and_all_missing_things_are_said_at_once(recipe):
+    with pytest.raises(RecipeError) as caught:
+        read_recipe("grpo", recipe(learning_rte=1, max_stps=2))
+    assert len(caught.value.problems) == 2
+    with pytest.raises(RecipeError) as caught:
+        read_recipe("grpo", recipe(model_name_or_path=..., dataset_name=..., reward_funcs=...))
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "recipe.yaml is not YAML: while parsing a flow sequence"),
+        ("- a\n- b\n", "recipe.yaml holds list, not `key: value` lines"),
+        ("", "recipe.yaml holds NoneType"),
+    ],
+)
+def test_files_that_are_no_recipes(text, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(text)
+    assert main(["grpo", "--config", "recipe.yaml"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_recipe_names_the_nearest(recipe, capsys):
+    recipe()
+    assert main(["sft", "--config", "recpie.yaml"]) == 2
+    assert capsys.readouterr().err == "error: there is no recipe recpie.yaml; did you mean 'recipe.yaml'?\n"
+    with pytest.raises(RecipeError, match="did you mean 'grpo/tiny_vlm_bf16.yaml'"):
+        find_recipe("grpo/tiny_vlm_bf61.yaml")
+
+
+def test_unknown_options_on_the_command_line(recipe, capsys):
+    assert main(["grpo", *recipe(), "--learning_rte", "1"]) == 2
+    assert (
+        "on the command line: there is no key 'learning_rte'; did you mean 'learning_rate'?" in capsys.readouterr().err
+    )
+
+
+def test_a_dataset_from_files_without_pictures(recipe, capsys, tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "a", "imges": "b"}) + "\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data.jsonl").rename(tmp_path / "data" / "train.jsonl")
+    assert main(["grpo", *recipe(dataset_name="./data")]) == 2
+    assert "only prompt, imges, and this recipe needs pictures. Rename its column" in capsys.readouterr().err
+
+
+def test_columns_and_rewards_of_a_good_recipe(recipe):
+    read = read_recipe("grpo", recipe())
+    assert check_columns(read, ["prompt", "images"]) is None
+    assert load_rewards(read) == [tiny.exact_match]
+
+
+def test_precision_problems_keep_their_class(recipe):
+    with pytest.raises(PrecisionError):
+        read_recipe("grpo", recipe(precision="fp16", bf16=True))
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    code = (
+        "import sys; from safe_trainers.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print('modules', *sys.modules)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "train with SafeGRPOTrainer" in out.stdout
+    assert not {"torch", "trl", "transformers"} & set(out.stdout.split())
+    assert {"grpo", "rloo", "sft", "reward", "demo"} <= set(build_parser().format_help().replace("\n", " ").split())
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo", "sft", "reward"])
+def test_a_run_writes_checkpoint_log_and_plot(task, recipe, capsys, tmp_path):
+    changes = {
+        "max_steps": 2,
+        "logging_steps": 1,
+        "dataset_size": 16,
+        "evaluation_size": 8,
+        "save_strategy": "no",
+        "output_dir": "out",
+        "progress": False,
+    }
+    if task in ("sft", "reward"):
+        changes |= {"reward_funcs": ..., "num_generations": ...}
+    if task == "reward":
+        changes |= {"dataset_name": "tiny:preferences", "model_name_or_path": "tiny:reward", "needs_images": False}
+    else:
+        changes |= {"warm_up_steps": 1, "warm_up_batch_size": 4}
+    assert main([task, *recipe(**changes)]) == 0
+    out = capsys.readouterr().out
+    assert "checkpoint  out" in out
+    log = json.loads((tmp_path / "out" / "log.json").read_text())
+    assert len([entry for entry in log["log"] if "loss" in entry]) == 2
+    assert 0 <= log["score"]["before"] <= 1
+    assert 0 <= log["score"]["after"] <= 1
+    assert log["precision"]["policy"]["compute"]["value"] == "float32"
+    assert (tmp_path / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert not list(tmp_path.rglob("*.part"))
