@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format matrix slow gpu bench evidence compat clean
+.PHONY: help setup demo test lint format matrix slow gpu bench evidence docs compat clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench: setup ## stock and safe side by side: time and memory of a step
 
 evidence: setup ## re-measures the tiny task's four controls and writes docs/tiny_task.md
 	@$(BIN)/python benchmarks/tiny_task.py
+
+docs: setup ## rewrite the pages that are made from the code
+	@$(BIN)/python docs/build.py
 
 compat: setup ## the tests of the supported range of versions
 	@$(BIN)/python -m pytest tests/compat

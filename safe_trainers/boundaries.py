@@ -16,15 +16,13 @@ import torch
 from torch import nn
 
 from .census import first_dtype
-from .towers import Anatomy, is_quantized
+from .towers import FEATURE_METHODS, Anatomy, is_quantized
 
 
 MATMUL_LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 """Modules that multiply their input with their weights: two dtypes always fail there."""
 NORM_LEAVES = (nn.LayerNorm, nn.GroupNorm)
 """Modules that scale their input: half weights fail with any other dtype, float32 weights do not."""
-FEATURE_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
-"""The methods by which transformers' models ask a tower for the features that they merge into the embeddings."""
 
 _MARK = "_safe_trainers_boundary"
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .dtypes import from_torch
-from .towers import adapter_parameters, anatomy, floating_parameters, is_quantized, unwrap
+from .towers import FEATURE_METHODS, adapter_parameters, anatomy, floating_parameters, is_quantized, unwrap
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Census:
         embeddings: Dtype of the input embeddings' weights, `None` where there are none or they are quantised.
         text: Dtypes of the text model's own floating weights.
         towers: The modules beside the text model.
+        features: The methods by which the model asks its towers for features, such as `"get_image_features"`.
         quantization: `"4bit"`, `"8bit"`, another method's name, or `None`.
         attn_implementation: `config._attn_implementation`, `None` where the model has no such thing.
     """
@@ -49,6 +50,7 @@ class Census:
     embeddings: str | None
     text: frozenset[str]
     towers: tuple[Tower, ...]
+    features: tuple[str, ...]
     quantization: str | None
     attn_implementation: str | None
 
@@ -67,6 +69,7 @@ class Census:
             "towers": [
                 {"name": tower.name, "dtype": tower.dtype, "dtypes": sorted(tower.dtypes)} for tower in self.towers
             ],
+            "features": list(self.features),
             "quantization": self.quantization,
             "attn_implementation": self.attn_implementation,
         }
@@ -105,6 +108,7 @@ def take_census(model: nn.Module) -> Census:
         embeddings=None if embeddings is None else from_torch(embeddings),
         text=_dtypes(parts.text),
         towers=tuple(_tower(name, module) for name, module in parts.towers.items()),
+        features=tuple(name for name in FEATURE_METHODS if any(hasattr(c, name) for c in parts.containers)),
         quantization=_quantization(base),
         attn_implementation=getattr(getattr(base, "config", None), "_attn_implementation", None),
     )

@@ -50,6 +50,8 @@ class RecipeArguments:
         warm_up_steps: Steps of supervised training of an embedded model before the run.
         warm_up_learning_rate: Its learning rate.
         warm_up_batch_size: Its batch size.
+        warm_up_confusion: Share of its examples that have another's picture: the model learns to answer in form, and
+            only partly to look, which leaves something to learn by reward.
         progress: Show a progress bar.
     """
 
@@ -60,6 +62,7 @@ class RecipeArguments:
     warm_up_steps: int = field(default=0, metadata={"help": "Supervised steps of an embedded model before the run."})
     warm_up_learning_rate: float = field(default=6e-4, metadata={"help": "Learning rate of the warm-up."})
     warm_up_batch_size: int = field(default=32, metadata={"help": "Batch size of the warm-up."})
+    warm_up_confusion: float = field(default=0.0, metadata={"help": "Share of the warm-up with another's picture."})
     progress: bool = field(default=True, metadata={"help": "Show a progress bar."})
 
 

@@ -92,13 +92,12 @@ def _boundaries(policy: PrecisionPolicy, census: Census) -> Iterator[Boundary]:
     else:
         for tower in census.towers:
             if tower.dtypes & HALVES:
-                reason = (
-                    f"{_list(tower.dtypes)} weights; processors return float32, and generation may be outside autocast"
-                )
+                reason = f"{_list(tower.dtypes)} weights, and what enters may be float32, as processors return it"
                 yield Boundary(INPUT, tower.name, reason)
-    if census.towers and census.embeddings is not None:
+    if census.features and census.embeddings is not None:
+        # Autocast gives its own dtype, or float32 where the last operation is a norm.
         given = (
-            {autocast, FLOAT32} - {OFF} if autocast != OFF else {d for tower in census.towers for d in tower.dtypes}
+            {dtype for tower in census.towers for dtype in tower.dtypes} if autocast == OFF else {autocast, FLOAT32}
         )
         if given - {census.embeddings}:
             reason = f"towers give {_list(given)}, and the embeddings are {census.embeddings}"

@@ -13,6 +13,10 @@ import torch
 from torch import nn
 
 
+FEATURE_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
+"""The methods by which transformers' models ask a tower for the features that they merge into the embeddings."""
+
+
 @dataclass(frozen=True)
 class Anatomy:
     """The parts of a model that precision decisions are about.

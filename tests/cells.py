@@ -164,7 +164,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     """A hash of every parameter's bytes: equal for two models only if they are bit-identical."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

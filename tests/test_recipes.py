@@ -179,7 +179,7 @@ def test_a_missing_recipe_names_the_nearest(recipe, capsys):
     recipe()
     assert main(["sft", "--config", "recpie.yaml"]) == 2
     assert capsys.readouterr().err == "error: there is no recipe recpie.yaml; did you mean 'recipe.yaml'?\n"
-    with pytest.raises(RecipeError, match="did you mean 'grpo/tiny_vlm_bf16.yaml'"):
+    with pytest.raises(RecipeError, match=r"did you mean 'grpo/tiny_vlm_bf16\.yaml'"):
         find_recipe("grpo/tiny_vlm_bf61.yaml")
 
 

@@ -54,22 +54,19 @@ class RichProgress(TrainerCallback):
         self._bar.stop()
 
 
-def show_progress(trainer: Trainer, console: Console, title: str) -> RichProgress:
+def show_progress(trainer: Trainer, console: Console, title: str, shown: bool = True) -> None:
     """Replaces a trainer's own progress displays by a `RichProgress`.
 
     Args:
         trainer: The trainer.
         console: Where to draw.
         title: What is being trained.
-
-    Returns:
-        The callback that was added.
+        shown: Whether anything is drawn at all.
     """
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    progress = RichProgress(console, title)
-    trainer.add_callback(progress)
-    return progress
+    if shown:
+        trainer.add_callback(RichProgress(console, title))
 
 
 def _number(value: Any) -> bool:

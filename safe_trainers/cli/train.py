@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ..errors import RecipeError
+
 
 @dataclass
 class Run:
@@ -91,8 +93,7 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     if hasattr(recipe.script, "reward_funcs"):
         settings["reward_funcs"] = load_rewards(recipe)
     trainer = trainer_class(**settings)
-    if recipe.extra.progress:
-        show_progress(trainer, console, recipe.task)
+    show_progress(trainer, console, recipe.task, recipe.extra.progress)
     run = Run(trainer, output_dir)
     score = _score(recipe, trainer, held_out)
     if score is not None:
@@ -191,7 +192,7 @@ def _load_dataset(recipe: Any) -> Any:
     from datasets import load_dataset
     from trl import get_dataset
 
-    from ..errors import RecipeError, nearest
+    from ..errors import nearest
 
     script = recipe.script
     if recipe.mixture.datasets:
@@ -227,10 +228,14 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
 
     Under the autocast of the run itself: accelerate keeps one mixed precision for the life of a process.
     """
+    from datasets import concatenate_datasets
+
     from .. import SafeSFTConfig, SafeSFTTrainer, tiny
     from .progress import show_progress
 
     extra, training = recipe.extra, recipe.training
+    if not 0 <= extra.warm_up_confusion <= 1:
+        raise RecipeError(f"warm_up_confusion={extra.warm_up_confusion} is no share between 0 and 1")
     arguments = SafeSFTConfig(
         output_dir=str(folder.parent / "warm_up"),
         bf16=training.bf16,
@@ -247,10 +252,13 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
         disable_tqdm=True,
         seed=training.seed,
     )
-    dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train")
+    confused = round(extra.dataset_size * extra.warm_up_confusion)
+    parts = [(extra.dataset_size - confused, training.seed, False), (confused, training.seed + 1, True)]
+    dataset = concatenate_datasets(
+        [tiny.sft_dataset(n, seed, split="train", shuffle_images=shuffle) for n, seed, shuffle in parts if n]
+    )
     trainer = SafeSFTTrainer(model=str(folder), args=arguments, train_dataset=dataset)
-    if extra.progress:
-        show_progress(trainer, console, "warm-up")
+    show_progress(trainer, console, "warm-up", extra.progress)
     trainer.train()
     trainer.save_model(str(folder))
 

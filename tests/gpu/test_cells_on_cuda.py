@@ -1,0 +1,50 @@
+"""The cells that stock crashes in, with CUDA's kernels, autocast and loss scaler. Skipped where there is no GPU."""
+
+import warnings
+
+import cells
+import pytest
+from cells import Cell
+
+from safe_trainers import PrecisionWarning
+from safe_trainers.device import detect_device
+
+
+pytestmark = pytest.mark.gpu
+TABLE = [
+    Cell(family, task, weights, flag, lora)
+    for family in ("aria", "nocast")
+    for task in ("grpo", "sft")
+    for weights, flag, lora in (
+        ("fp32", "bf16", False),
+        ("bf16", "bf16", True),
+        ("bf16", None, False),
+        ("fp16", "fp16", True),
+        ("fp32", "fp16", False),
+    )
+]
+
+
+@pytest.mark.parametrize("cell", TABLE, ids=str)
+def test_every_cell_trains(cell):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        outcome = cells.run(cell, safe=True, use_cpu=False)
+    assert outcome.error is None
+    assert len(outcome.losses) == 2
+
+
+def test_stock_crashes_in_one_of_them():
+    outcome = cells.run(Cell("aria", "grpo", "bf16", None), safe=False, use_cpu=False)
+    assert "should be the same" in (outcome.error or "it trained")
+
+
+def test_half_trainables_under_the_real_scaler_are_refused():
+    outcome = cells.run(Cell("aria", "sft", "fp16", "fp16"), safe=True, use_cpu=False)
+    assert "half-trainables-under-loss-scaling" in (outcome.error or "it trained")
+
+
+def test_the_device_says_what_it_is():
+    device = detect_device()
+    assert device.kind == "cuda"
+    assert device.capability is not None or device.rocm

@@ -1,0 +1,63 @@
+"""The pages say what the code does."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import safe_trainers
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def test_the_page_of_refusals_is_made_from_the_code():
+    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    assert (ROOT / "docs" / "refusals.md").read_text() == build.refusals_page(), "run: make docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_in_the_pages_is_python_and_imports_what_exists(page):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "safe_trainers":
+                for alias in node.names:
+                    assert alias.name in safe_trainers.__all__
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_between_the_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_first_screen_of_the_readme():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first_screen = "\n".join(lines[:32])
+    (code,) = re.findall(r"^```python\n(.*?)^```", first_screen, re.M | re.S)
+    assert 8 <= len(code.splitlines()) <= 11
+    for part in ("SafeGRPOTrainer", "make demo", "make test", "| hardware | policy", "| why |"):
+        assert part in first_screen
+
+
+def test_the_policy_table_of_the_readme_is_what_the_policy_does():
+    from test_policy import A100, CPU, MI300, MPS, T4, V100
+
+    table = (ROOT / "README.md").read_text()
+    expected = {"bfloat16": (A100, MI300), "float16": (T4, V100), "float32": (CPU, MPS)}
+    for dtype, devices in expected.items():
+        assert {device.preferred[0] for device in devices} == {dtype}
+    assert re.search(r"Ampere.*AMD.*\| bf16 autocast", table)
+    assert re.search(r"Turing, Volta \(T4, V100\) \| fp16 autocast, loss scaling", table)
+    assert re.search(r"\| CPU \| fp32 \|", table)
+    assert re.search(r"\| Apple MPS \| fp32 \|", table)
