@@ -50,8 +50,8 @@ class RecipeArguments:
         warm_up_steps: Steps of supervised training of an embedded model before the run.
         warm_up_learning_rate: Its learning rate.
         warm_up_batch_size: Its batch size.
-        warm_up_confusion: Share of its examples that have another's picture: the model learns to answer in form, and
-            only partly to look, which leaves something to learn by reward.
+        warm_up_bias: Share of its answers that name the same colour whatever the picture shows. The model then says
+            that colour when it is asked for its best answer, and has to be taught better by the reward.
         progress: Show a progress bar.
     """
 
@@ -62,7 +62,7 @@ class RecipeArguments:
     warm_up_steps: int = field(default=0, metadata={"help": "Supervised steps of an embedded model before the run."})
     warm_up_learning_rate: float = field(default=6e-4, metadata={"help": "Learning rate of the warm-up."})
     warm_up_batch_size: int = field(default=32, metadata={"help": "Batch size of the warm-up."})
-    warm_up_confusion: float = field(default=0.0, metadata={"help": "Share of the warm-up with another's picture."})
+    warm_up_bias: float = field(default=0.0, metadata={"help": "Share of warm-up answers that name one colour."})
     progress: bool = field(default=True, metadata={"help": "Show a progress bar."})
 
 

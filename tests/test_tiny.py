@@ -83,7 +83,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
 def test_seeds_decide_the_weights_and_leave_the_global_state_alone() -> None:
     before = torch.random.get_rng_state()
     weights = [tiny.build_model("aria", seed=seed).lm_head.weight for seed in (0, 0, 1)]
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -91,7 +92,7 @@ def test_seeds_decide_the_weights_and_leave_the_global_state_alone() -> None:
 def test_towers_that_do_not_cast_crash_with_half_weights(family: str) -> None:
     model = tiny.build_model(family, dtype=torch.bfloat16)
     inputs = picture_inputs(tiny.build_processor(family))
-    with pytest.raises(RuntimeError, match="(?i)type"):
+    with pytest.raises(RuntimeError, match=r"(?i)type"):
         model(**inputs)
     inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
     assert model(**inputs).logits.dtype == torch.bfloat16
@@ -148,7 +149,8 @@ def test_pictures_are_deterministic_balanced_and_shown() -> None:
     first, again, other = (tiny.prompt_dataset(48, seed) for seed in (0, 0, 1))
     assert [i.tobytes() for i in first["image"]] == [i.tobytes() for i in again["image"]]
     assert [i.tobytes() for i in first["image"]] != [i.tobytes() for i in other["image"]]
-    assert first[0]["image"].size == (32, 32) and first[0]["image"].mode == "RGB"
+    assert first[0]["image"].size == (32, 32)
+    assert first[0]["image"].mode == "RGB"
     assert sorted(first["solution"]) == sorted([*ANSWERS, *ANSWERS])
     assert tiny.constant_baseline(first) == pytest.approx(1 / 24)
     assert max(sum(tiny.attribute_match([a] * 48, first["solution"])) / 48 for a in ANSWERS) < 0.5
@@ -198,7 +200,9 @@ def test_evaluation_restores_the_mode_and_works_with_half_weights() -> None:
     model.train()
     model.model.vision_tower.eval()
     assert 0 <= tiny.exact_match_rate(model, processor, tiny.prompt_dataset(8), batch_size=3) <= 1
-    assert model.training and model.lm_head.training and not model.model.vision_tower.training
+    assert model.training
+    assert model.lm_head.training
+    assert not model.model.vision_tower.training
     tokenizer = tiny.build_tokenizer("text")
     accuracy = tiny.preference_accuracy(tiny.build_reward_model(), tokenizer, tiny.preference_dataset(32))
     assert 0.1 < accuracy < 0.9
@@ -229,3 +233,16 @@ def test_every_public_name_exists() -> None:
     assert all(getattr(tiny, name) is not None for name in tiny.__all__)
     with pytest.raises(AttributeError):
         _ = tiny.nothing_of_the_kind
+
+
+def test_a_biased_answer_names_the_first_colour_and_keeps_the_rest() -> None:
+    plain, biased = (tiny.sft_dataset(200, seed=3, bias=bias) for bias in (0.0, 0.6))
+    answers = [[row[0]["content"].split() for row in made["completion"]] for made in (plain, biased)]
+    said = list(zip(*answers, strict=True))
+    assert all((a[0], a[2]) == (b[0], b[2]) for a, b in said)
+    changed = [(a[1], b[1]) for a, b in said if a[1] != b[1]]
+    assert {colour for _, colour in changed} == {"red"}
+    # 60 % are biased, and a quarter of those named the colour anyway.
+    assert 0.35 < len(changed) / len(said) < 0.55
+    with pytest.raises(ValueError, match=r"bias=1\.5 is no share between 0 and 1"):
+        tiny.sft_dataset(2, bias=1.5)

@@ -228,14 +228,10 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
 
     Under the autocast of the run itself: accelerate keeps one mixed precision for the life of a process.
     """
-    from datasets import concatenate_datasets
-
     from .. import SafeSFTConfig, SafeSFTTrainer, tiny
     from .progress import show_progress
 
     extra, training = recipe.extra, recipe.training
-    if not 0 <= extra.warm_up_confusion <= 1:
-        raise RecipeError(f"warm_up_confusion={extra.warm_up_confusion} is no share between 0 and 1")
     arguments = SafeSFTConfig(
         output_dir=str(folder.parent / "warm_up"),
         bf16=training.bf16,
@@ -252,11 +248,7 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
         disable_tqdm=True,
         seed=training.seed,
     )
-    confused = round(extra.dataset_size * extra.warm_up_confusion)
-    parts = [(extra.dataset_size - confused, training.seed, False), (confused, training.seed + 1, True)]
-    dataset = concatenate_datasets(
-        [tiny.sft_dataset(n, seed, split="train", shuffle_images=shuffle) for n, seed, shuffle in parts if n]
-    )
+    dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train", bias=extra.warm_up_bias)
     trainer = SafeSFTTrainer(model=str(folder), args=arguments, train_dataset=dataset)
     show_progress(trainer, console, "warm-up", extra.progress)
     trainer.train()

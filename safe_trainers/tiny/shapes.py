@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from safe_trainers.tiny.families import IMAGE_SIZE, check_choice
-from safe_trainers.tiny.grammar import ANSWERS, COLOURS, COUNTS, QUESTION, SHAPES, noun, parts
+from safe_trainers.tiny.grammar import ANSWERS, COLOURS, COUNTS, QUESTION, SHAPES, noun, parts, phrase
 
 
 if TYPE_CHECKING:
@@ -158,7 +158,14 @@ def prompt_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_image
     return _image_dataset({"prompt": [_question() for _ in answers], "image": images, "solution": answers})
 
 
-def sft_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_images: bool = False) -> Dataset:
+def sft_dataset(
+    n: int,
+    seed: int = 0,
+    split: str = "train",
+    *,
+    shuffle_images: bool = False,
+    bias: float = 0.0,
+) -> Dataset:
     """Build the dataset for fine-tuning on the answers alone (`completion_only_loss`).
 
     Args:
@@ -166,14 +173,22 @@ def sft_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_images: 
         seed: Seed of the pictures.
         split: `"train"` or `"heldout"`.
         shuffle_images: Permute the pictures among the rows, as a control.
+        bias: Share of the rows, 0 to 1, whose answer names the first colour whatever the picture shows. A model that
+            is trained on them prefers that colour, and knows better: what a reward can bring out.
 
     Returns:
         Columns `prompt` and `completion` (conversations) and `image` (32 x 32 RGB).
 
     Raises:
-        ValueError: If there is no such split, or `n < 1`.
+        ValueError: If there is no such split, `n < 1`, or `bias` is no share.
     """
     images, answers = pictures(n, seed, split, shuffle_images=shuffle_images)
+    if not 0 <= bias <= 1:
+        raise ValueError(f"bias={bias} is no share between 0 and 1")
+    biased = np.random.default_rng([seed, SPLITS.index(split), len(answers)]).random(len(answers)) < bias
+    for row in np.flatnonzero(biased):
+        count, _, shape = parts(answers[row])
+        answers[row] = phrase(count, COLOURS[0], shape)
     completions = [[{"role": "assistant", "content": answer}] for answer in answers]
     return _image_dataset({"prompt": [_question() for _ in answers], "completion": completions, "image": images})
 
