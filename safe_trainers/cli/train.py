@@ -211,12 +211,16 @@ def _load_dataset(recipe: Any) -> Any:
 
 def _model(recipe: Any, console: Console) -> str:
     """The model to train: its name, or a folder that an embedded model was made in and warmed up."""
+    import torch
+
     from .. import tiny
     from ..recipes import embedded_name
 
     family = embedded_name(recipe.model.model_name_or_path)
     if family is None:
         return str(recipe.model.model_name_or_path)
+    # Threads cost so small a model more than they give, and on a busy machine many times more.
+    torch.set_num_threads(1)
     folder = tiny.save(family, Path(recipe.training.output_dir) / "model", seed=recipe.training.seed)
     if recipe.extra.warm_up_steps:
         _warm_up(recipe, folder, console)

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AriaConfig,
     AriaForConditionalGeneration,
+    AriaTextConfig,
     AutoConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -98,8 +99,9 @@ def _llava(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTraine
 
 def _aria(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = AriaConfig(
+        # transformers 4.57 leaves a text config that is given as a dictionary as it is.
         vision_config={"model_type": "idefics3_vision", **_vision()},
-        text_config=_text(tokenizer, moe_num_experts=2, moe_topk=2, moe_num_shared_experts=1),
+        text_config=AriaTextConfig(**_text(tokenizer, moe_num_experts=2, moe_topk=2, moe_num_shared_experts=1)),
         projector_patch_to_query_dict={_TOKENS_PER_SIDE**2: _TOKENS_PER_SIDE**2},
         image_token_index=ids["image_token"],
         initializer_range=_INIT_STD,

@@ -112,6 +112,7 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
         padding_side="left",
         truncation_side="left",
         model_max_length=1024,
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4.57 adds token types, which no model takes
         clean_up_tokenization_spaces=False,
     )
 

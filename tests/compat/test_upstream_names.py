@@ -2,14 +2,14 @@
 named here, before anything else fails."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import transformers
 import trl
 from accelerate import Accelerator
-from trl.trainer.base_trainer import _BaseTrainer
 
-from safe_trainers.contract import BUFFER_METHOD, ROLLOUT_METHOD
+from safe_trainers.contract import BUFFER_METHOD, ROLLOUT_METHOD, trl_bases
 
 
 GENERATING = [trl.GRPOTrainer, trl.RLOOTrainer]
@@ -50,8 +50,10 @@ def test_preparing_a_batch_goes_through_the_virtual_method_with_the_whole_mappin
     seen = []
 
     class Watching(transformers.Trainer):
+        is_deepspeed_enabled = False
+
         def __init__(self):
-            pass
+            self.args = SimpleNamespace(past_index=-1)
 
         def _prepare_input(self, data):
             seen.append(data)
