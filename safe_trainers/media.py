@@ -68,6 +68,8 @@ class MediaCaster:
         models: Every model that consumes the media: the policy first, then a reference model.
         contexts: The compute contexts that the models run in.
         sharded: Why towers cannot be called on their own, where an engine shards their weights; else `None`.
+        engine: The dtype that an engine's own input cast would give (DeepSpeed's), which is what a tower gets that
+            cannot be asked; `None` where stock leaves inputs alone.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class MediaCaster:
         models: Sequence[nn.Module],
         contexts: Sequence[Context],
         sharded: str | None = None,
+        engine: torch.dtype | None = None,
     ) -> None:
         self._keys = keys
         self._models = models
         self._contexts = contexts
         self._sharded = sharded
+        self._engine = engine
         self._dtypes: dict[str, torch.dtype | None] = {}
         self.decisions: dict[str, MediaDecision] = {}
 
@@ -121,18 +125,18 @@ class MediaCaster:
 
     def _decide(self, key: str, batch: Mapping[str, Any]) -> tuple[torch.dtype | None, str]:
         if self._sharded is not None:
-            return None, f"unchanged: {self._sharded}, so a tower cannot be asked on its own"
+            return self._unasked(f"{self._sharded}, so a tower cannot be asked on its own")
         wanted: set[torch.dtype] = set()
         for model in self._models:
             features = _feature_method(model, self._keys[key], key)
             if features is None:
                 name = type(unwrap(model)).__name__
-                return None, f"unchanged: {name} has no {self._keys[key]}({key}, ...) to compare with"
+                return self._unasked(f"{name} has no {self._keys[key]}({key}, ...) to compare with")
             try:
                 verdict = [self._compare(model, features, key, batch, context) for context in self._contexts]
             except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
                 # A tower that cannot be asked is no fault of the run: the boundaries cast inside the model.
-                return None, f"unchanged: {self._keys[key]} could not be compared ({type(error).__name__}: {error})"
+                return self._unasked(f"{self._keys[key]} could not be compared ({type(error).__name__}: {error})")
             for dtype, reason in verdict:
                 if dtype is None:
                     return None, reason
@@ -142,6 +146,12 @@ class MediaCaster:
             return None, f"unchanged: the models that consume it hold different dtypes ({names})"
         dtype = wanted.pop()
         return dtype, f"cast to {from_torch(dtype)} on the way to the device: the tower gives the same bits for both"
+
+    def _unasked(self, why: str) -> tuple[torch.dtype | None, str]:
+        """What a media tensor gets whose tower cannot be asked: what stock gives it."""
+        if self._engine is None:
+            return None, f"unchanged: {why}"
+        return self._engine, f"cast to the engine's {from_torch(self._engine)}, as stock does: {why}"
 
     def _compare(
         self, model: nn.Module, features: Callable[..., Any], key: str, batch: Mapping[str, Any], context: Context

@@ -83,7 +83,9 @@ class PrecisionBase(Trainer):
             flags_of(training_args, type(self)), detect_device(training_args.device), model_of(self.precision_census)
         )
         self.precision_policy.check()
-        self.precision_settlement = settle(self.precision_policy, self.precision_census)
+        # DeepSpeed casts the weights when it is initialised, after the census.
+        late_cast = getattr(training_args, "deepspeed_plugin", None) is not None
+        self.precision_settlement = settle(self.precision_policy, self.precision_census, late_cast)
         apply(self.precision_settlement, model)
         weights = self.precision_census.weights
         if len(weights) > 1:
@@ -127,7 +129,10 @@ class PrecisionBase(Trainer):
             contexts: list[Callable[[], Any]] = [self.compute_context]
             if self.precision_policy.rollout.value == "stock":
                 contexts.append(contextlib.nullcontext)
-            self._media = MediaCaster(self.media_keys, self._media_models(), contexts, self._sharded())
+            engine = (
+                self.accelerator.state.deepspeed_plugin.hf_ds_config.dtype() if self.is_deepspeed_enabled else None
+            )
+            self._media = MediaCaster(self.media_keys, self._media_models(), contexts, self._sharded(), engine)
         return self._media
 
     def _media_models(self) -> list[nn.Module]:
@@ -199,6 +204,7 @@ class PrecisionMixin:
     safety_contract: SafetyContract
     precision_policy: PrecisionPolicy
     precision_settlement: Settlement
+    is_deepspeed_enabled: bool
     compute_context: Callable[[], contextlib.AbstractContextManager[Any]]
     _media_models: Callable[[], list[nn.Module]]
     _media_caster: Callable[[], MediaCaster]
@@ -227,7 +233,7 @@ class PrecisionMixin:
         Returns:
             The settlement of this run's policy with that model's own census.
         """
-        return settle(self.precision_policy, take_census(model))
+        return settle(self.precision_policy, take_census(model), self.is_deepspeed_enabled)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Prepares the batch of a step: TRL's own work here, then `PrecisionBase` for what goes into a model."""

@@ -57,17 +57,18 @@ class Settlement:
         return "\n".join(lines or ["no boundaries: no two dtypes can meet in this model"])
 
 
-def settle(policy: PrecisionPolicy, census: Census) -> Settlement:
+def settle(policy: PrecisionPolicy, census: Census, late_cast: bool = False) -> Settlement:
     """Decides what a model needs; a pure function.
 
     Args:
         policy: The policy of the run.
         census: The count of the model.
+        late_cast: Whether an engine will cast the weights to the compute dtype after the census (DeepSpeed).
 
     Returns:
         The settlement.
     """
-    return Settlement(tuple(_boundaries(policy, census)), tuple(_warnings(census)))
+    return Settlement(tuple(_boundaries(policy, census, late_cast)), tuple(_warnings(census)))
 
 
 def apply(settlement: Settlement, model: nn.Module) -> None:
@@ -85,7 +86,7 @@ def apply(settlement: Settlement, model: nn.Module) -> None:
             guard_leaves([model] if boundary.module == "model" else [parts.towers[boundary.module]])
 
 
-def _boundaries(policy: PrecisionPolicy, census: Census) -> Iterator[Boundary]:
+def _boundaries(policy: PrecisionPolicy, census: Census, late_cast: bool) -> Iterator[Boundary]:
     autocast = policy.autocast.value
     if autocast == OFF and len(census.weights) > 1:
         yield Boundary(INPUT, "model", f"{_list(census.weights)} weights meet, and there is no autocast")
@@ -94,6 +95,10 @@ def _boundaries(policy: PrecisionPolicy, census: Census) -> Iterator[Boundary]:
             if tower.dtypes & HALVES:
                 reason = f"{_list(tower.dtypes)} weights, and what enters may be float32, as processors return it"
                 yield Boundary(INPUT, tower.name, reason)
+            elif late_cast and autocast != OFF:
+                yield Boundary(
+                    INPUT, tower.name, f"the engine casts the weights to {autocast}, and inputs are float32"
+                )
     if census.features and census.embeddings is not None:
         # Autocast gives its own dtype, or float32 where the last operation is a norm.
         given = (

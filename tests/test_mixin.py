@@ -182,11 +182,12 @@ def test_a_trainer_that_calls_past_the_base_is_covered():
     assert prepared["second_per_grid_ts"] is batch["second_per_grid_ts"]
 
 
-def test_under_deepspeed_only_media_change_their_dtype():
+@pytest.mark.parametrize("stage", [2, 3])
+def test_under_deepspeed_only_media_change_their_dtype(stage):
     """A stand-in: `is_deepspeed_enabled` alone is what makes stock cast every floating input; no engine runs here."""
 
     class Engine:
-        zero_stage = 2
+        zero_stage = stage
         hf_ds_config = SimpleNamespace(dtype=lambda: torch.bfloat16)
 
     class Accelerated:
@@ -209,6 +210,8 @@ def test_under_deepspeed_only_media_change_their_dtype():
         "second_per_grid_ts": torch.float32,
         "margin": torch.float32,
     }
+    # With sharded weights a tower cannot be asked: media get what stock gives them.
+    assert ("ZeRO-3 shards the weights" in trainer.media_decisions[0].reason) == (stage == 3)
 
 
 def test_arguments_may_be_positional_as_in_trl():

@@ -1,0 +1,63 @@
+"""The embedded recipes learn, and learn it from the pictures. `docs/tiny_task.md` has the same on three seeds."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from safe_trainers import tiny
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_tiny_task", ROOT / "benchmarks" / "tiny_task.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_made_from_the_measurements():
+    tiny_task = bench()
+    assert tiny_task.PAGE.read_text() == tiny_task.page(json.loads(tiny_task.RESULT.read_text())), "run: make evidence"
+
+
+def test_the_committed_measurements_show_what_is_promised():
+    runs = json.loads(bench().RESULT.read_text())["runs"]
+    assert all(len(seeds) == 3 for seeds in runs.values())
+    assert all(r["after"] - r["before"] >= 0.35 for r in runs["GRPO, Aria-like"])
+    assert all(r["after"] > 0.9 for r in runs["GRPO, LLaVA-like"])
+    assert all(r["after"] == r["before"] for r in runs["GRPO, Aria-like, learning rate 0"])
+    # Chance is one answer in 24; a model that learned to look would be far above it.
+    assert all(r["after"] < 0.1 for r in runs["GRPO, Aria-like, shuffled pictures"])
+    assert all(r["after"] > 0.9 for name in ("SFT, LLaVA-like", "Reward, text") for r in runs[name])
+    assert all(r["after"] - r["before"] >= 0.35 for r in runs["RLOO, Aria-like"])
+    assert all(r["seconds"] < 180 for seeds in runs.values() for r in seeds)
+
+
+def test_no_constant_answer_does_well():
+    heldout = tiny.prompt_dataset(192, seed=0, split="heldout")
+    assert tiny.constant_baseline(heldout) < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("GRPO, Aria-like", lambda r: r["after"] - r["before"] >= 0.35),
+        ("GRPO, LLaVA-like", lambda r: r["after"] > 0.9),
+        ("GRPO, Aria-like, learning rate 0", lambda r: r["after"] == r["before"]),
+        ("GRPO, Aria-like, shuffled pictures", lambda r: r["after"] < 0.1),
+        ("RLOO, Aria-like", lambda r: r["after"] - r["before"] >= 0.35),
+        ("SFT, LLaVA-like", lambda r: r["after"] > 0.9),
+        ("Reward, text", lambda r: r["after"] > 0.9),
+    ],
+)
+def test_it_holds_when_it_is_measured_again(name, holds):
+    tiny_task = bench()
+    command, recipe, overrides, seeds = tiny_task.RUNS[name]
+    measured = tiny_task.run(command, recipe, overrides, seeds[0])
+    assert holds(measured), measured

@@ -1,0 +1,68 @@
+"""What is placed in a model follows from the policy and the census alone."""
+
+import json
+
+import pytest
+from test_policy import A100
+
+from safe_trainers.census import Census, Tower
+from safe_trainers.policy import Flags, Model, resolve
+from safe_trainers.settlement import settle
+
+
+def census(embeddings="float32", tower="float32", text=None, features=("get_image_features",)):
+    elements = {"weights": dict.fromkeys({embeddings, tower, *(text or ())}, 1)}
+    towers = (Tower("vision_tower", tower, frozenset({tower})),) if tower else ()
+    return Census(elements, {"float32": 1}, {"float32": "a"}, embeddings, frozenset(text or {embeddings}), towers,
+                  features if tower else (), None, None)  # fmt: skip
+
+
+def placed(flags, counted, late_cast=False):
+    policy = resolve(flags, A100, Model(counted.weights))
+    return {(b.side, b.module) for b in settle(policy, counted, late_cast).boundaries}
+
+
+BF16, NONE = Flags(bf16=True), Flags(bf16=False)
+TABLE = [
+    # flags, embeddings, tower, an engine casts later; placed
+    (NONE, "float32", "float32", False, set()),
+    (NONE, "bfloat16", "bfloat16", False, {("input", "vision_tower")}),
+    (NONE, "float16", "float16", False, {("input", "vision_tower")}),
+    (NONE, "bfloat16", "float32", False, {("input", "model"), ("output", "features")}),
+    (NONE, "float32", "bfloat16", False, {("input", "model"), ("output", "features")}),
+    (BF16, "float32", "float32", False, {("output", "features")}),
+    (BF16, "bfloat16", "bfloat16", False, {("input", "vision_tower"), ("output", "features")}),
+    (BF16, "float32", "float32", True, {("input", "vision_tower"), ("output", "features")}),
+    (NONE, "float32", "float32", True, set()),
+]
+
+
+@pytest.mark.parametrize(("flags", "embeddings", "tower", "late_cast", "expected"), TABLE)
+def test_boundaries(flags, embeddings, tower, late_cast, expected):
+    assert placed(flags, census(embeddings, tower), late_cast) == expected
+
+
+def test_a_text_model_gets_none_and_a_mixed_one_everywhere():
+    text = Census({"weights": {"bfloat16": 1}}, {}, {}, "bfloat16", frozenset({"bfloat16"}), (), (), None, None)
+    assert placed(BF16, text) == placed(NONE, text) == set()
+    mixed = Census({"weights": {"bfloat16": 1, "float32": 1}}, {}, {}, "bfloat16", frozenset(), (), (), None, None)
+    assert placed(NONE, mixed) == {("input", "model")}
+    assert placed(BF16, mixed) == set()
+
+
+def test_readable_and_serialisable():
+    counted = census("bfloat16", "bfloat16")
+    settlement = settle(resolve(BF16, A100, Model(counted.weights)), counted)
+    assert "input of vision_tower: bfloat16 weights" in str(settlement)
+    assert json.loads(json.dumps(settlement.to_dict()))["boundaries"][0]["module"] == "vision_tower"
+    empty = settle(resolve(NONE, A100, Model()), census())
+    assert str(empty) == "no boundaries: no two dtypes can meet in this model"
+
+
+def test_half_trainables_are_warned_about():
+    counted = Census({"weights": {"bfloat16": 9}}, {"bfloat16": 3, "float32": 1}, {"bfloat16": "layers.0.w"},
+                     "bfloat16", frozenset({"bfloat16"}), (), (), None, None)  # fmt: skip
+    (warning,) = settle(resolve(BF16, A100, Model(counted.weights)), counted).warnings
+    assert warning.id == "half-trainables"
+    assert "layers.0.w" in warning.given
+    assert warning.why.startswith("3 of 4 trainable elements are bfloat16")
