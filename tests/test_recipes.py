@@ -249,3 +249,46 @@ def test_a_run_writes_checkpoint_log_and_plot(task, recipe, capsys, tmp_path):
     assert (tmp_path / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_the_demo_shows_the_crash_of_stock_and_then_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    short = [
+        "--max_steps",
+        "2",
+        "--logging_steps",
+        "1",
+        "--warm_up_steps",
+        "1",
+        "--dataset_size",
+        "64",
+        "--evaluation_size",
+        "8",
+    ]
+    assert main(["demo", "--output_dir", "out", *short, "--progress", "false"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "trl.GRPOTrainer, bfloat16 weights, bf16=True:"
+    assert lines[1].startswith("  RuntimeError: Input type (torch.FloatTensor) and weight type (CPUBFloat16Type)")
+    assert lines[2] == "safe_trainers.SafeGRPOTrainer, the same recipe:"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for name in ("plot.png", "log.json", "adapter_model.safetensors"):
+        assert (tmp_path / "out" / name).is_file()
+    assert "plot        out/plot.png" in out
+
+
+def test_the_demo_refuses_what_a_recipe_would(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--learning_rte", "1"]) == 2
+    assert "did you mean 'learning_rate'?" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_measured_where_nothing_is_asked(recipe, capsys):
+    argv = recipe(
+        max_steps=1, dataset_size=16, evaluation_size=0, output_dir="out", progress=False, save_strategy="no"
+    )
+    assert main(["grpo", *argv]) == 0
+    out = capsys.readouterr().out
+    assert "held-out" not in out
+    assert "plot        not drawn: the run ended before its first log; lower logging_steps" in out

@@ -1,21 +1,22 @@
 """`safe-trainers demo`: the same recipe with stock TRL, which crashes, and with the safe trainer, which learns."""
 
-from pathlib import Path
+import tempfile
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from ..errors import RecipeError
 from .train import Run, run_recipe
 
 
 RECIPE = "grpo/tiny_vlm_bf16.yaml"
 
 
-def demo(output_dir: str, console: Console | None = None) -> Run:
+def demo(output_dir: str, overrides: Sequence[str] = (), console: Console | None = None) -> Run:
     """Runs the embedded recipe twice.
 
     Args:
         output_dir: Where the checkpoint, the log and the plot go.
+        overrides: Options that change the recipe, for both runs.
         console: Where to write; by default standard output.
 
     Returns:
@@ -27,14 +28,16 @@ def demo(output_dir: str, console: Console | None = None) -> Run:
     from ..recipes import find_recipe, read_recipe
 
     console = console or Console()
-    argv = ["--config", str(find_recipe(RECIPE)), "--output_dir", output_dir]
-    stock_argv = [*argv, "--warm_up_steps", "0", "--max_steps", "1", "--progress", "false", "--evaluation_size", "0"]
-    if Path(output_dir).is_file():
-        raise RecipeError(f"output_dir {output_dir} is a file. Write: --output_dir {output_dir}-run")
+    argv = ["--config", str(find_recipe(RECIPE)), *overrides, "--output_dir", output_dir]
+    # Read before anything runs: what is wrong with the options is wrong with both.
+    recipe = read_recipe("grpo", argv)
+    # One step without warm-up is enough for stock: it crashes in the first rollout.
+    stock = ["--warm_up_steps", "0", "--max_steps", "1", "--evaluation_size", "0", "--progress", "false"]
 
     console.print("[bold]trl.GRPOTrainer[/], bfloat16 weights, bf16=True:")
     try:
-        run_recipe(read_recipe("grpo", [*stock_argv, "--output_dir", f"{output_dir}/stock"]), console, trl.GRPOTrainer)
+        with tempfile.TemporaryDirectory() as folder:
+            run_recipe(read_recipe("grpo", [*argv, *stock, "--output_dir", folder]), console, trl.GRPOTrainer)
         console.print("  it trained: this TRL and transformers no longer have the fault", style="yellow")
     except RuntimeError as error:
         console.print(f"  {type(error).__name__}: {str(error).splitlines()[0]}", style="red", soft_wrap=True)
@@ -43,4 +46,4 @@ def demo(output_dir: str, console: Console | None = None) -> Run:
         torch.clear_autocast_cache()
 
     console.print("[bold]safe_trainers.SafeGRPOTrainer[/], the same recipe:")
-    return run_recipe(read_recipe("grpo", argv), console)
+    return run_recipe(recipe, console)

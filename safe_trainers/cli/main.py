@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--config", metavar="FILE", help="recipe: a YAML file of TRL's keys and ours")
     demo = commands.add_parser("demo", help="show stock TRL crash and the safe trainer learn, on a tiny model")
     demo.add_argument("--output_dir", default="runs/demo", help="where checkpoint, log and plot go")
+    demo.epilog = "keys of the recipe can be given as options, as for grpo"
     return parser
 
 
@@ -54,11 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(argv)
     try:
         if options.command == "demo":
-            if rest:
-                parser.error(f"demo takes no {rest[0]}")
             from .demo import demo
 
-            demo(options.output_dir)
+            demo(options.output_dir, rest)
         else:
             from .train import train
 

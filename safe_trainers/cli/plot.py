@@ -15,6 +15,17 @@ CURVES = {
 """Log keys that go into the upper panel, and what they are called."""
 
 
+def why_not(log: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the plot of a run cannot be drawn, `None` where it can."""
+    if find_spec("matplotlib") is None:
+        return 'pip install "safe-trainers[plots]"'
+    return None if _steps(log) else "the run ended before its first log; lower logging_steps"
+
+
+def _steps(log: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [entry for entry in log if "loss" in entry]
+
+
 def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path | None:
     """Draws reward (or accuracy) and loss over the steps of a run.
 
@@ -24,11 +35,11 @@ def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path |
         title: The heading.
 
     Returns:
-        `path`, or `None` where matplotlib is not installed or nothing was logged.
+        `path`, or `None` where `why_not` says why.
     """
-    steps = [entry for entry in log if "loss" in entry]
-    if find_spec("matplotlib") is None or not steps:
+    if why_not(log) is not None:
         return None
+    steps = _steps(log)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

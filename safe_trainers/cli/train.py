@@ -116,7 +116,7 @@ def write_run(run: Run, recipe: Any, console: Console) -> None:
         recipe: Its recipe.
         console: Where to write.
     """
-    from .plot import plot_run
+    from .plot import plot_run, why_not
 
     log, trainer = run.output_dir / "log.json", run.trainer
     content = {
@@ -136,8 +136,8 @@ def write_run(run: Run, recipe: Any, console: Console) -> None:
         )
     console.print(f"checkpoint  {run.output_dir}", highlight=False)
     console.print(f"log         {log}", highlight=False)
-    missing = 'not drawn: pip install "safe-trainers\\[plots]"'
-    console.print(f"plot        {plot or missing}", highlight=False)
+    drawn = str(plot) if plot else f"not drawn: {why_not(trainer.state.log_history)}"
+    console.print(f"plot        {drawn}", highlight=False, markup=False)
 
 
 def _precision(trainer: Any) -> dict[str, Any] | None:
@@ -171,6 +171,7 @@ def _datasets(recipe: Any) -> tuple[Any, Any]:
     from ..recipes import check_columns, embedded_name
 
     extra, seed = recipe.extra, recipe.training.seed
+    measured = extra.evaluation_size > 0
     embedded = embedded_name(recipe.script.dataset_name)
     if embedded is None:
         dataset = _load_dataset(recipe)
@@ -179,12 +180,12 @@ def _datasets(recipe: Any) -> tuple[Any, Any]:
     if embedded == "preferences":
         return (
             tiny.preference_dataset(extra.dataset_size, seed, split="train"),
-            tiny.preference_dataset(extra.evaluation_size, seed, split="heldout"),
+            tiny.preference_dataset(extra.evaluation_size, seed, split="heldout") if measured else None,
         )
     make = tiny.sft_dataset if recipe.task == "sft" else tiny.prompt_dataset
     return (
         make(extra.dataset_size, seed, split="train", shuffle_images=extra.shuffle_images),
-        tiny.prompt_dataset(extra.evaluation_size, seed, split="heldout"),
+        tiny.prompt_dataset(extra.evaluation_size, seed, split="heldout") if measured else None,
     )
 
 
@@ -263,7 +264,7 @@ def _score(recipe: Any, trainer: Any, held_out: Any) -> tuple[str, Any, float] |
     """What is measured on held-out examples: its name, the measurement, and the best constant answer's score."""
     from .. import tiny
 
-    if held_out is None or not recipe.extra.evaluation_size:
+    if held_out is None:
         return None
     model, processor = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     if recipe.task == "reward":
