@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo 'setup: done'
 
-demo: setup ## train the embedded tiny model on CPU, and show what is decided and measured
+demo: setup ## one recipe with stock TRL, which crashes, and with SafeGRPOTrainer, which learns
 	@$(BIN)/safe-trainers demo
 
 test: setup ## the tests that need neither a GPU nor much time
@@ -54,10 +54,10 @@ slow: setup ## the tests that take minutes
 gpu: setup ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
 
-bench: setup ## stock and safe side by side: time and memory of a step
+bench: setup ## stock and safe side by side: time of a step and of construction, bytes of media
 	@$(BIN)/python benchmarks/step.py
 
-evidence: setup ## re-measures the tiny task's four controls and writes docs/tiny_task.md
+evidence: setup ## run the embedded recipes and their controls again and write docs/tiny_task.md
 	@$(BIN)/python benchmarks/tiny_task.py
 
 docs: setup ## rewrite the pages that are made from the code

@@ -132,7 +132,9 @@ def write_run(run: Run, recipe: Any, console: Console) -> None:
     if run.score_name is not None:
         console.print(
             f"{run.score_name} on held-out examples: {run.before:.3f} -> [bold]{run.after:.3f}[/] "
-            f"(best constant answer {run.chance:.3f})"
+            f"(best constant answer {run.chance:.3f})",
+            soft_wrap=True,
+            highlight=False,
         )
     console.print(f"checkpoint  {run.output_dir}", highlight=False)
     console.print(f"log         {log}", highlight=False)
