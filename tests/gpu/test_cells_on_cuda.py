@@ -1,12 +1,9 @@
 """The cells that stock crashes in, with CUDA's kernels, autocast and loss scaler. Skipped where there is no GPU."""
 
-import warnings
-
 import cells
 import pytest
 from cells import Cell
 
-from safe_trainers import PrecisionWarning
 from safe_trainers.device import detect_device
 
 
@@ -27,9 +24,7 @@ TABLE = [
 
 @pytest.mark.parametrize("cell", TABLE, ids=str)
 def test_every_cell_trains(cell):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
-        outcome = cells.run(cell, safe=True, use_cpu=False)
+    outcome = cells.run(cell, safe=True, use_cpu=False)
     assert outcome.error is None
     assert len(outcome.losses) == 2
 

@@ -3,13 +3,9 @@
 Each safe cell runs beside its stock twin, so that the table of crashes is known to be real.
 """
 
-import warnings
-
 import cells
 import pytest
 from cells import Cell
-
-from safe_trainers import PrecisionWarning
 
 
 MODES = [("fp32", "bf16"), ("bf16", "bf16"), ("bf16", None), ("fp16", "fp16")]
@@ -37,11 +33,9 @@ def stock_crashes(cell: Cell) -> str | None:
     return "should be the same"
 
 
-@pytest.mark.parametrize("cell", cells.sliced(TABLE, "family", "task", "weights", "flag"))
+@pytest.mark.parametrize("cell", TABLE, ids=str)
 def test_every_cell_trains_two_steps_and_stock_crashes_where_measured(cell):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
-        safe = cells.run(cell, safe=True)
+    safe = cells.run(cell, safe=True)
     assert safe.error is None
     assert len(safe.losses) == 2
     assert all(norm == norm and norm < float("inf") for norm in safe.grad_norms)
@@ -54,10 +48,15 @@ def test_every_cell_trains_two_steps_and_stock_crashes_where_measured(cell):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_llama4_does_not_run_in_this_trl_at_all(task):
-    """Llama4's tower does not cast either. Where TRL can run it, it belongs into the table above."""
+def test_llama4_where_trl_can_run_it(task):
+    """Llama4's tower does not cast either. TRL 1.16 cannot run the model at all: that is no question of dtypes."""
     stock = cells.run(Cell("llama4", task, "fp32", None), safe=False)
-    assert "has no attribute 'last_hidden_state'" in (stock.error or "it trained: put llama4 into the table")
+    if stock.error is not None:
+        assert "has no attribute 'last_hidden_state'" in stock.error
+        return
+    for weights, flag in MODES:
+        assert cells.run(Cell("llama4", task, weights, flag), safe=True).error is None
+    assert "same dtype" in cells.run(Cell("llama4", task, "bf16", None), safe=False).error
 
 
 @pytest.mark.parametrize("task", TASKS)

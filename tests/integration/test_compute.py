@@ -1,23 +1,18 @@
 """What a module really computes in, in rollout, scoring and training: seen inside its forward, not read off flags."""
 
-import warnings
-
 import cells
 import pytest
 from cells import Cell
 
-from safe_trainers import PrecisionWarning
 from safe_trainers.testing import ComputeProbe
 
 
 def probed(cell, safe, **changes):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
-        made = cells.arguments(cell, cells.PLAIN[cell.task], **changes)
-        trainer = (cells.SAFE if safe else cells.STOCK)[cell.task](**made)
-        probe = ComputeProbe()
-        with probe.attached(trainer):
-            trainer.train()
+    made = cells.arguments(cell, cells.PLAIN[cell.task], **changes)
+    trainer = (cells.SAFE if safe else cells.STOCK)[cell.task](**made)
+    probe = ComputeProbe()
+    with probe.attached(trainer):
+        trainer.train()
     return probe
 
 

@@ -1,7 +1,5 @@
 """A safe trainer of another TRL algorithm is two lines, and a helper that checks its contract on a real run."""
 
-import warnings
-
 import cells
 import pytest
 import torch
@@ -9,15 +7,8 @@ import trl
 from cells import Cell
 from datasets import Dataset
 
-from safe_trainers import PrecisionBase, PrecisionMixin, PrecisionWarning, SafeGRPOTrainer, tiny
+from safe_trainers import PrecisionBase, PrecisionMixin, SafeGRPOTrainer, tiny
 from safe_trainers.testing import assert_safe
-
-
-@pytest.fixture(autouse=True)
-def _half_weights_are_meant():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
-        yield
 
 
 def preferences(rows=8):
