@@ -75,21 +75,25 @@ class SafetyContract:
         return f" (fired {self.fired[coverage.hook]} times)" if coverage.hook and coverage.state == COVERED else ""
 
 
-def contract_of(trainer_class: type) -> SafetyContract:
+def contract_of(trainer_class: type, elsewhere: str | None = None) -> SafetyContract:
     """Reads the contract off a class.
 
     Args:
         trainer_class: A class made of `PrecisionMixin`, a TRL trainer and `PrecisionBase`.
+        elsewhere: Why a run of the class does not generate in its own process and context; `None` where it does.
 
     Returns:
         Its contract, nothing fired yet.
     """
     generates = any(
         name.startswith(("_generate", "generate")) or name == "rollout_worker"
-        for base in trl_bases(trainer_class)
+        for base in trainer_class.__mro__
+        if base.__module__.split(".")[0] not in {"safe_trainers", "transformers", "builtins"}
         for name in vars(base)
     )
-    if _inherits(trainer_class, ROLLOUT_METHOD):
+    if elsewhere is not None and generates:
+        rollout = Coverage("rollout", UNCOVERED, elsewhere)
+    elif _inherits(trainer_class, ROLLOUT_METHOD):
         rollout = Coverage("rollout", COVERED, f"{ROLLOUT_METHOD} runs in the compute context of training", "rollout")
     elif generates:
         detail = f"the class generates, and not in {ROLLOUT_METHOD}: its rollout computes as upstream's"

@@ -119,12 +119,12 @@ REFUSALS = _index(
         "half-weights-under-other-autocast",
         "autocast would round {weights} weights to {compute} in every operation and leave the others alone, so that "
         "two half formats meet: some models crash there, and none computes what either format promises.",
-        "load the weights in the compute dtype, `model_init_kwargs={{'dtype': '{compute}'}}`, or set `{flag}=True`",
+        "load the weights in the compute dtype, {load}, or set `{flag}=True`",
     ),
     Finding(
         "bf16-is-emulated",
         "{device} has no bfloat16 arithmetic (it needs compute capability 8.0): torch emulates it, many times slower.",
-        'use {config}(precision="fp16")',
+        "use {config}`fp16=True` with `bf16=False`",
     ),
     Finding(
         "flash-attention-needs-half",
@@ -132,9 +132,15 @@ REFUSALS = _index(
         "`bf16=True` (or `precision='bf16'`), or `model_init_kwargs={{'attn_implementation': 'sdpa'}}`",
     ),
     Finding(
+        "continuous-batching-casts-weights",
+        "it casts the model itself to {compute} at each rollout and never back: master weights and the optimizer's "
+        "state would silently be half precision from the first rollout on.",
+        "`use_transformers_continuous_batching=False`, or `use_vllm=True`",
+    ),
+    Finding(
         "half-trainables-under-loss-scaling",
         "the loss scaler cannot unscale gradients of these dtypes: the optimizer would fail at the first step.",
-        "`model_init_kwargs={{'dtype': 'float32'}}` (autocast still computes in float16), or train in bf16",
+        "{fix}",
     ),
     Finding(
         "mixed-weights-cannot-meet",
@@ -160,13 +166,13 @@ WARNINGS = _index(
         "fp16-on-cpu",
         "accelerate has neither autocast nor a loss scaler for fp16 on this device and says nothing: the run computes "
         "in the weights' own dtype, {weights}.",
-        'drop `fp16=True`, or use `bf16=True`, or {config}(precision="auto")',
+        "drop `fp16=True`, or use `bf16=True`",
     ),
     Finding(
         "half-trainables",
         "{count} of {total} trainable elements are {dtypes}: an update smaller than about 1/256 (bfloat16) or 1/2048 "
         "(float16) of a weight rounds to nothing, and so does most of the optimizer's state.",
-        "`model_init_kwargs={{'dtype': 'float32'}}` with `bf16=True`: fp32 master weights, the same compute dtype",
+        "{fix}",
     ),
     Finding(
         "rollout-not-aligned",

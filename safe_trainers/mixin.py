@@ -21,14 +21,15 @@ from torch import nn
 from transformers import Trainer
 
 from .census import Census, take_census
-from .contract import BUFFER_METHOD, ROLLOUT_METHOD, SafetyContract, check_bases, contract_of, trl_bases
+from .contract import BUFFER_METHOD, COVERED, ROLLOUT_METHOD, SafetyContract, check_bases, contract_of, trl_bases
+from .declared import declared_policy, flags_of, model_of, spell_dtype_as_trl_does
 from .device import detect_device
-from .dtypes import AUTO, HALVES, parse_dtype
+from .dtypes import HALVES
 from .errors import PrecisionError, PrecisionWarning, refuse
-from .media import MEDIA_KEYS, MediaCaster, MediaDecision
-from .policy import OFF, Flags, Model, PrecisionPolicy, resolve
-from .probing import meeting_dtypes, sample_inputs
-from .settlement import Settlement, apply, settle
+from .media import MEDIA_KEYS, MediaCaster, MediaCollator, MediaDecision
+from .policy import OFF, PrecisionPolicy, resolve
+from .probing import meeting_dtypes
+from .settlement import QUANTIZED_ADAPTERS, Settlement, apply, settle
 from .towers import unwrap
 
 
@@ -61,11 +62,15 @@ class PrecisionBase(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs)
         model, training_args = bound.arguments["model"], bound.arguments["args"]
-        self.safety_contract = contract_of(type(self))
+        self.safety_contract = contract_of(type(self), _generates_elsewhere(self, training_args))
         self._media: MediaCaster | None = None
-        self._settle(model, training_args, bound.arguments.get("processing_class"))
+        self._settle(model, training_args)
+        self._check_mixed_weights(model, bound.arguments.get("processing_class"), bound.arguments.get("train_dataset"))
         super().__init__(*args, **kwargs)
         self._check_accelerator()
+        if self.args.dataloader_num_workers == 0:  # what a worker collates, it cannot know the decisions of
+            collator: Any = self.data_collator  # type: ignore[has-type]
+            self.data_collator = MediaCollator(collator, self._media_caster)
 
     def _adapters_ready(self, model: nn.Module) -> None:
         """The PEFT init hook: TRL has made, and perhaps cast, the adapters of `model`; no optimizer exists.
@@ -75,29 +80,36 @@ class PrecisionBase(Trainer):
         """
         self.safety_contract.fired["adapters"] += 1
 
-    def _settle(self, model: nn.Module, training_args: Any, processing_class: Any) -> None:
+    def _settle(self, model: nn.Module, training_args: Any) -> None:
         """Decides on the live model, refuses what cannot work, and places the boundaries."""
         self._adapters_ready(model)
         self.precision_census = take_census(model)
         self.precision_policy = resolve(
-            flags_of(training_args, type(self)), detect_device(training_args.device), model_of(self.precision_census)
+            flags_of(training_args, type(self)),
+            detect_device(training_args.device),
+            model_of(self.precision_census, live=getattr(self, "_model_is_live", False)),
         )
         self.precision_policy.check()
         # DeepSpeed casts the weights when it is initialised, after the census.
         late_cast = getattr(training_args, "deepspeed_plugin", None) is not None
         self.precision_settlement = settle(self.precision_policy, self.precision_census, late_cast)
         apply(self.precision_settlement, model)
-        weights = self.precision_census.weights
-        if len(weights) > 1:
-            inputs = sample_inputs(processing_class)
-            problem = meeting_dtypes(model, inputs, weights, self.precision_policy.autocast.value)
-            if problem is not None:
-                raise PrecisionError([problem])
         if training_args.process_index == 0:
             for warning in (*self.precision_policy.warnings, *self.precision_settlement.warnings):
                 warnings.warn(str(warning), PrecisionWarning, stacklevel=6)
             logger.info("precision policy\n%s", self.precision_policy)
             logger.info("dtype boundaries\n%s", self.precision_settlement)
+
+    def _check_mixed_weights(self, model: nn.Module, processing_class: Any, dataset: Any) -> None:
+        """Asks a model whose weights disagree whether it computes, on the kind of input that it will get."""
+        weights = self.precision_census.weights
+        if len(weights) > 1 and weights & HALVES:
+            pictures = bool({"image", "images", "pixel_values"} & set(getattr(dataset, "column_names", None) or ()))
+            problem = meeting_dtypes(
+                model, processing_class if pictures else None, weights, self.precision_policy.autocast.value
+            )
+            if problem is not None:
+                raise PrecisionError([problem])
 
     def _check_accelerator(self) -> None:
         """Compares the accelerator that was really built with the policy that it was decided for."""
@@ -111,7 +123,10 @@ class PrecisionBase(Trainer):
         halves = sorted(HALVES & set(self.precision_census.trainable))
         if self.accelerator.scaler is not None and halves:
             given = f"{' and '.join(halves)} trainable weights with fp16=True"
-            problems.append(refuse("half-trainables-under-loss-scaling", given))
+            fix = "`model_init_kwargs={'dtype': 'float32'}`: autocast still computes in float16"
+            if self.precision_census.quantization is not None:
+                fix = f"a base that is not quantised: {QUANTIZED_ADAPTERS}"
+            problems.append(refuse("half-trainables-under-loss-scaling", given, fix=fix))
         if problems:
             raise PrecisionError(problems)
 
@@ -214,13 +229,14 @@ class PrecisionMixin:
         check_bases(cls, PrecisionMixin, PrecisionBase)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        initialise = super().__init__
-        arguments = _by_name(initialise, args, kwargs)
+        arguments = _by_name(type(self), args, kwargs)
+        self._model_is_live = isinstance(arguments.get("model"), nn.Module)
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(_default_output_dir(arguments.get("model"), type(self)))
         if arguments.get("args") is not None:
             declared_policy(arguments["args"], arguments.get("model"), type(self)).check()
-        initialise(**arguments)
+            spell_dtype_as_trl_does(arguments["args"])
+        super().__init__(**arguments)
         for model in self._media_models()[1:]:
             apply(self.precision_settlement_of(model), model)
 
@@ -235,20 +251,17 @@ class PrecisionMixin:
         """
         return settle(self.precision_policy, take_census(model), self.is_deepspeed_enabled)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepares the batch of a step: TRL's own work here, then `PrecisionBase` for what goes into a model."""
-        return super()._prepare_inputs(inputs)  # type: ignore[misc]
-
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one turn of generation in the compute context of training.
 
-        Generation by vLLM has a compute dtype of its own, and generation in another thread does not see this thread's
-        autocast; weights are also synchronised in this method, which must not be done in half precision.
+        Where the contract says that it is not covered, it is left alone: vLLM has a compute dtype of its own, another
+        thread does not see this thread's autocast, and weights are synchronised in this method, which must not be done
+        in half precision.
         """
+        if self.safety_contract["rollout"].state != COVERED:
+            return _next_method(self, ROLLOUT_METHOD)(*args, **kwargs)
         self.safety_contract.fired["rollout"] += 1
-        elsewhere = getattr(self, "use_vllm", False) or getattr(self, "use_transformers_continuous_batching", False)
-        aligned = self.precision_policy.rollout.value == "training" and not elsewhere
-        with self.compute_context() if aligned else contextlib.nullcontext():
+        with self.compute_context():
             return _next_method(self, ROLLOUT_METHOD)(*args, **kwargs)
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,66 +279,33 @@ class PrecisionMixin:
         return {**batch, **cast} if cast else batch
 
 
-def flags_of(args: Any, trainer_class: type) -> Flags:
-    """The user's flags as plain values.
+def _generates_elsewhere(trainer: Any, args: Any) -> str | None:
+    """Why this run does not generate in this process's compute context, `None` where it does."""
+    if getattr(args, "use_vllm", False):
+        return "vLLM generates, in a dtype of its own"
+    if getattr(args, "use_transformers_continuous_batching", False):
+        return "continuous batching generates in a thread of its own, which no context reaches"
+    if getattr(trainer, "rollout_func", None) is not None:
+        return "a rollout_func of the user's generates"
+    return "as asked by rollout_compute='stock'" if getattr(args, "rollout_compute", None) == "stock" else None
 
-    Args:
-        args: A TRL config, plain or Safe.
-        trainer_class: The trainer, for the config that messages recommend.
 
-    Returns:
-        The flags. `bf16` is never unset after a config's own `__post_init__`.
+def _by_name(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by keyword: their order differs between releases of TRL.
+
+    The names are those of the first class below the mixin that has any: a class that takes `*args` hands them on.
     """
-    config = getattr(trainer_class, "config_class", None)
-    return Flags(
-        bf16=bool(args.bf16),
-        fp16=bool(args.fp16),
-        precision=getattr(args, "precision", None),
-        rollout_compute=getattr(args, "rollout_compute", "training"),
-        config=config.__name__ if config is not None else "SafeGRPOConfig",
-    )
-
-
-def model_of(census: Census) -> Model:
-    """What a policy needs to know of a counted model."""
-    return Model(census.weights, census.attn_implementation, census.quantization)
-
-
-def declared_policy(args: Any, model: Any, trainer_class: type) -> PrecisionPolicy:
-    """The policy as far as it can be known before a model is loaded.
-
-    Args:
-        args: A TRL config, plain or Safe.
-        model: What was passed as the model: a live one is counted, of a name only what `model_init_kwargs` declare
-            is known.
-        trainer_class: The trainer.
-
-    Returns:
-        The policy, whose problems are worth raising before gigabytes are read.
-
-    Raises:
-        PrecisionError: If a dtype is misspelt.
-    """
-    if isinstance(model, nn.Module):
-        known = model_of(take_census(model))
-    else:
-        declared = dict(getattr(args, "model_init_kwargs", None) or {})
-        dtype = declared.get("dtype", declared.get("torch_dtype", "float32"))
-        weights = None if dtype is None else parse_dtype(dtype, field="model_init_kwargs['dtype']")
-        known = Model(
-            frozenset() if weights in (None, AUTO) else frozenset({str(weights)}), declared.get("attn_implementation")
-        )
-    return resolve(flags_of(args, trainer_class), detect_device(args.device), known)
-
-
-def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by keyword: their order differs between releases of TRL."""
-    signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs).arguments
-    for name, parameter in signature.parameters.items():
+    below = trainer_class.__mro__[trainer_class.__mro__.index(PrecisionMixin) + 1 :]
+    for base in below:
+        signature = inspect.signature(vars(base)["__init__"]) if "__init__" in vars(base) else None
+        if signature is not None and all(p.kind is not p.VAR_POSITIONAL for p in signature.parameters.values()):
+            break
+    bound = dict(signature.bind(None, *args, **kwargs).arguments) if signature is not None else dict(kwargs)
+    bound.pop("self", None)
+    for name, parameter in signature.parameters.items() if signature is not None else ():
         if parameter.kind is parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
-    return dict(bound)
+    return bound
 
 
 def _next_method(trainer: PrecisionMixin, name: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ Nothing here touches a tensor or a model: `resolve` is a pure function, so that 
 tested, as a table. What depends on the live model is counted by `census` and decided in `settlement`.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +15,8 @@ from .errors import PrecisionError, Problem, nearest, refuse, warn
 
 
 OFF = "off"
+_FLASH_ATTENTION = re.compile(r"flash[-_]?att")
+"""How the names of flash attention implementations are spelt, those of kernel repositories included."""
 ROLLOUT_COMPUTE = ("training", "stock")
 FLAG_OF = {BFLOAT16: "bf16", FLOAT16: "fp16"}
 
@@ -40,14 +43,16 @@ class Flags:
         fp16: `TrainingArguments.fp16`.
         precision: The `precision` field of a Safe config, in any spelling of `parse_dtype`; `None` where unset.
         rollout_compute: `"training"` or `"stock"`.
-        config: Name of the Safe config class to recommend in messages.
+        continuous_batching: Whether transformers' continuous batching generates.
+        config: Name of the Safe config class to recommend in messages, `None` where there is none for the trainer.
     """
 
     bf16: bool | None = None
     fp16: bool = False
     precision: str | None = None
     rollout_compute: str = "training"
-    config: str = "SafeGRPOConfig"
+    continuous_batching: bool = False
+    config: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,15 @@ class Model:
 
     Attributes:
         weights: Dtypes of the weights that are neither adapters nor quantised; empty where unknown.
+        trainable: Dtypes of what is trained; empty where unknown.
+        live: Whether the user passed the model itself, so that `model_init_kwargs` says nothing about it.
         attn_implementation: `config._attn_implementation`, or what was asked for; `None` where unknown.
         quantization: `"4bit"`, `"8bit"`, another method's name, or `None`.
     """
 
     weights: frozenset[str] = frozenset()
+    trainable: frozenset[str] = frozenset()
+    live: bool = False
     attn_implementation: str | None = None
     quantization: str | None = None
 
@@ -193,7 +202,7 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
         autocast = Choice(OFF, requested.reason)
     elif requested.value == FLOAT16 and not scaled:
         autocast = Choice(OFF, f"accelerate has no fp16 autocast on {device}")
-        warnings.append(warn("fp16-on-cpu", f"{requested.reason} on {device}", weights=weights, config=flags.config))
+        warnings.append(warn("fp16-on-cpu", f"{requested.reason} on {device}", weights=weights))
     else:
         autocast = Choice(requested.value, requested.reason)
 
@@ -204,20 +213,21 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
     elif model.weights:
         compute = Choice(weights, f"no autocast ({autocast.reason}): each operation follows its own weights")
     else:
-        compute = Choice(FLOAT32, f"no autocast ({autocast.reason}), and TRL loads float32 by default")
+        compute = Choice(weights, f"no autocast ({autocast.reason}): operations follow the weights")
 
     if flags.rollout_compute not in ROLLOUT_COMPUTE:
         found.append(_unknown_rollout_compute(flags.rollout_compute))
-    found += _contradictions(requested, compute, device, model, flags)
+    found += _contradictions(requested, autocast, compute, device, model, flags)
     aligned = flags.rollout_compute != "stock"
     if not aligned and autocast.value != OFF:
         warnings.append(warn("rollout-not-aligned", "rollout_compute='stock' under autocast"))
 
     loaded = Choice(weights, "as loaded: `model_init_kwargs['dtype']`, float32 by default in TRL")
+    trained = " and ".join(sorted(model.trainable))
     return PrecisionPolicy(
         compute=compute,
         autocast=autocast,
-        master=loaded,
+        master=Choice(trained, "what is trained, as TRL and PEFT made it") if trained else loaded,
         frozen_base=loaded if model.quantization is None else Choice(model.quantization, "quantised, as loaded"),
         media=Choice("tower", "each media tensor has the dtype of the tower that consumes it, where that is harmless"),
         rollout=Choice(
@@ -232,23 +242,33 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
 
 
 def _contradictions(
-    requested: Choice, compute: Choice, device: Device, model: Model, flags: Flags
+    requested: Choice, autocast: Choice, compute: Choice, device: Device, model: Model, flags: Flags
 ) -> Iterator[Problem]:
     """What cannot be computed as asked, on this device with these weights."""
-    clashing = (model.weights & HALVES) - {requested.value} if requested.value in HALVES else frozenset()
+    clashing = (model.weights & HALVES) - {autocast.value} if autocast.value != OFF else frozenset()
     for weights in sorted(clashing):
+        wanted = autocast.value
+        load = f"`model.to(torch.{wanted})`" if model.live else f"`model_init_kwargs={{'dtype': '{wanted}'}}`"
         yield refuse(
             "half-weights-under-other-autocast",
             f"{weights} weights with {requested.reason}",
             weights=weights,
-            compute=requested.value,
+            compute=wanted,
+            load=load,
             flag=FLAG_OF[weights],
         )
     if requested.value == BFLOAT16 and device.emulates_bf16:
-        yield refuse("bf16-is-emulated", f"{requested.reason} on {device}", device=device, config=flags.config)
+        config = f'{flags.config}(precision="fp16"), or ' if flags.config else ""
+        yield refuse("bf16-is-emulated", f"{requested.reason} on {device}", device=device, config=config)
     attention = model.attn_implementation or ""
-    if "flash_attention" in attention and compute.value == FLOAT32:
+    if _FLASH_ATTENTION.search(attention) and compute.value == FLOAT32:
         yield refuse("flash-attention-needs-half", f"attn_implementation={attention!r} with float32 compute")
+    if flags.continuous_batching and autocast.value != OFF and model.weights - {autocast.value}:
+        yield refuse(
+            "continuous-batching-casts-weights",
+            f"use_transformers_continuous_batching=True with {' and '.join(sorted(model.weights))} weights",
+            compute=autocast.value,
+        )
 
 
 def _unknown_rollout_compute(value: str) -> Problem:

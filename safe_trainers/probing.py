@@ -1,6 +1,7 @@
 """Asking a live model something without changing anything of the run."""
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from .policy import FLAG_OF, OFF
 from .towers import is_quantized, unwrap
 
 
+logger = logging.getLogger(__name__)
 _DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same", re.IGNORECASE)
 """How torch's errors about two dtypes are worded, on CPU and CUDA."""
 
@@ -63,9 +65,7 @@ def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:
     return dict(processing_class(text=[text], images=[[picture]], return_tensors="pt"))
 
 
-def meeting_dtypes(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], weights: frozenset[str], autocast: str
-) -> Problem | None:
+def meeting_dtypes(model: nn.Module, processing_class: Any, weights: frozenset[str], autocast: str) -> Problem | None:
     """Runs a short question through a model of several dtypes, to see whether it can compute.
 
     Boundaries mend what meets in a layer, and what towers give back. Whether a model multiplies weights of its own
@@ -73,23 +73,23 @@ def meeting_dtypes(
 
     Args:
         model: The model, with its boundaries placed.
-        inputs: What `sample_inputs` made.
+        processing_class: The processor, where the run has pictures; `None` for text alone.
         weights: The dtypes of its weights.
         autocast: The autocast dtype of the run, or `"off"`.
 
     Returns:
-        The refusal where two dtypes meet, `None` where the model computes. A model that an engine has not filled yet
-        cannot be asked.
+        The refusal where two dtypes meet, `None` where the model computes, or cannot be asked: an engine has not
+        filled it yet, its kernels need a device that it is not on, or it takes other inputs.
     """
     base = unwrap(model)
     if any(parameter.is_meta or parameter.numel() == 0 for parameter in base.parameters()):
         return None
-    error = _failure(base, inputs, autocast)
+    error = _failure(base, processing_class, autocast)
     if error is None:
         return None
     half = sorted(weights & HALVES)[0]
     fix = f"load all weights in one dtype: `model.to(torch.{half})`, or `model_init_kwargs={{'dtype': '{half}'}}`"
-    if autocast == OFF and _failure(base, inputs, half) is None:
+    if autocast == OFF and _failure(base, processing_class, half) is None:
         fix = f"`{FLAG_OF[half]}=True`, so that autocast gives both the same dtype"
     given = f"{' and '.join(sorted(weights))} weights " + (
         f"under {autocast} autocast" if autocast != OFF else "without autocast"
@@ -97,15 +97,16 @@ def meeting_dtypes(
     return refuse("mixed-weights-cannot-meet", given, error=error, fix=fix)
 
 
-def _failure(model: nn.Module, inputs: Mapping[str, torch.Tensor], autocast: str) -> str | None:
-    """What torch says about two dtypes when the model runs, `None` where it runs."""
+def _failure(model: nn.Module, processing_class: Any, autocast: str) -> str | None:
+    """What torch says about two dtypes when the model runs; `None` where it runs, or fails for another reason."""
     device = next(model.parameters()).device
     context = contextlib.nullcontext() if autocast == OFF else torch.autocast(device.type, to_torch(autocast))
     try:
+        inputs = sample_inputs(processing_class)
         with undisturbed(model), context:
             model(**{name: value.to(device) for name, value in inputs.items()})
-    except RuntimeError as error:
-        if not _DTYPE_ERROR.search(str(error)):
-            raise
-        return str(error)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _DTYPE_ERROR.search(str(error)):
+            return str(error)
+        logger.info("the model could not be asked whether it computes: %s: %s", type(error).__name__, error)
     return None

@@ -15,6 +15,7 @@ from .towers import anatomy
 
 
 INPUT, OUTPUT = "input", "output"
+QUANTIZED_ADAPTERS = "TRL casts the adapters of a quantised model to bfloat16, whatever the arguments say"
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,12 @@ def _warnings(census: Census) -> Iterator[Problem]:
     if halves:
         count, total = sum(halves.values()), sum(census.trainable.values())
         example = census.trainable_names[next(iter(halves))]
+        fix = "`model_init_kwargs={'dtype': 'float32'}` with `bf16=True`: fp32 master weights, the same compute dtype"
+        if census.quantization is not None:
+            fix = f"a base that is not quantised: {QUANTIZED_ADAPTERS}"
         yield warn(
             "half-trainables", f"trainable weights in {_list(halves)}, such as {example}",
-            count=count, total=total, dtypes=_list(halves),
+            count=count, total=total, dtypes=_list(halves), fix=fix,
         )  # fmt: skip
 
 

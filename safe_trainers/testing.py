@@ -135,7 +135,8 @@ def _wrongly_buffered(trainer: Any) -> list[str]:
     wrong = []
     for batch in getattr(trainer, "_buffered_inputs", None) or []:
         for key in caster.media(batch):
-            decided = caster.decisions[key].dtype
+            decision = caster.decisions.get(key)
+            decided = "known" if decision is None else decision.dtype
             held = from_torch(batch[key].dtype)
             if decided is not None and held != decided:
                 wrong.append(f"{key} is buffered as {held}, and was decided to be {decided}")

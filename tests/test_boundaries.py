@@ -144,6 +144,14 @@ def test_compiled_model_computes_the_same():
         assert torch.equal(compiled(x), leaf(x))
 
 
+def test_a_compiled_model_with_both_boundaries_computes_the_same():
+    batch = media_batch("nocast")
+    model = guarded(tiny.build_model("nocast", dtype=torch.bfloat16).eval())
+    with torch.no_grad():
+        expected = model(**batch).logits
+        assert torch.equal(torch.compile(model, backend="eager")(**batch).logits, expected)
+
+
 LEAVES = {
     "linear": (lambda: nn.Linear(4, 4), (2, 4)),
     "conv1d": (lambda: nn.Conv1d(4, 4, 1), (2, 4, 3)),

@@ -186,3 +186,24 @@ def test_several_pictures_come_as_nested_lists():
     cast = caster.cast("pixel_values", pictures)
     assert [[p.dtype for p in row] for row in cast] == [[torch.bfloat16], [torch.bfloat16] * 2]
     assert pictures[0][0].dtype == torch.float32
+
+
+def test_an_output_that_shows_no_tensors_shows_no_equality():
+    class Opaque:
+        pass
+
+    model = guarded(Listener())
+    model.get_audio_features = lambda input_features: Opaque() if model.audio(input_features) is not None else None
+    decision = decided(model, {"input_features": torch.rand(1, 4)}, key="input_features")
+    assert decision.dtype is None
+
+
+def test_whatever_a_model_raises_when_it_is_asked_alone_does_not_end_the_run():
+    model = guarded(Listener())
+
+    def asserts(input_features):
+        raise AssertionError("companion input missing")
+
+    model.get_audio_features = asserts
+    decision = decided(model, {"input_features": torch.rand(1, 4)}, key="input_features")
+    assert decision.reason.endswith("could not be compared (AssertionError: companion input missing)")

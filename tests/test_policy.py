@@ -21,6 +21,9 @@ OLD_AMD = Device("cuda", "gfx90a", (7, 0), rocm=True)
 
 FP32, BF16, FP16 = (Model(frozenset({name})) for name in ("float32", "bfloat16", "float16"))
 UNKNOWN = Model()
+FLASH_FP32 = Model(FP32.weights, attn_implementation="flash_attention_2")
+FLASH_KERNEL_FP32 = Model(FP32.weights, attn_implementation="kernels-community/flash-attn2")
+FLASH_KERNEL_BF16 = Model(BF16.weights, attn_implementation="kernels-community/flash-attn3")
 
 #  flags                      device  weights  compute     autocast    loss scale  problems and warnings
 TABLE = [
@@ -40,12 +43,18 @@ TABLE = [
     (Flags(bf16=False, fp16=True), CPU, FP16, "float16", "off", "off", ("fp16-on-cpu",)),
     (Flags(bf16=False, fp16=True), CPU, FP32, "float32", "off", "off", ("fp16-on-cpu",)),
     (Flags(bf16=False, fp16=True), MPS, FP32, "float32", "off", "off", ("fp16-on-cpu",)),
-    (Flags(bf16=False, fp16=True), CPU, BF16, "bfloat16", "off", "off",
-     ("half-weights-under-other-autocast", "fp16-on-cpu")),
+    (Flags(bf16=False, fp16=True), CPU, BF16, "bfloat16", "off", "off", ("fp16-on-cpu",)),
     (Flags(bf16=False), A100, FP32, "float32", "off", "off", ()),
     (Flags(bf16=False), A100, BF16, "bfloat16", "off", "off", ()),
     (Flags(bf16=False), T4, FP16, "float16", "off", "off", ()),
-    (Flags(bf16=False), A100, UNKNOWN, "float32", "off", "off", ()),
+    (Flags(bf16=False), A100, UNKNOWN, "as loaded", "off", "off", ()),
+    (Flags(bf16=False), A100, Model(attn_implementation="flash_attention_2"), "as loaded", "off", "off", ()),
+    (Flags(bf16=False), A100, FLASH_KERNEL_FP32, "float32",
+     "off", "off", ("flash-attention-needs-half",)),
+    (Flags(bf16=True, continuous_batching=True), A100, FP32, "bfloat16", "bfloat16", "off",
+     ("continuous-batching-casts-weights",)),
+    (Flags(bf16=True, continuous_batching=True), A100, BF16, "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=False, continuous_batching=True), A100, FP32, "float32", "off", "off", ()),
     (Flags(bf16=False), A100, Model(frozenset({"float32", "bfloat16"})), "bfloat16 and float32", "off", "off", ()),
     (Flags(precision="auto"), A100, FP32, "bfloat16", "bfloat16", "off", ()),
     (Flags(precision="auto"), H200, FP32, "bfloat16", "bfloat16", "off", ()),
@@ -62,10 +71,10 @@ TABLE = [
     (Flags(precision="fp16", bf16=True), T4, FP32, "float16", "float16", "dynamic", ("precision-contradicts-flag",)),
     (Flags(precision="fp32", bf16=True), A100, FP32, "float32", "off", "off", ("precision-contradicts-flag",)),
     (Flags(precision="bf16", bf16=False), A100, FP32, "bfloat16", "bfloat16", "off", ("precision-contradicts-flag",)),
-    (Flags(bf16=False), A100, Model(frozenset({"float32"}), "flash_attention_2"), "float32", "off", "off",
+    (Flags(bf16=False), A100, FLASH_FP32, "float32", "off", "off",
      ("flash-attention-needs-half",)),
-    (Flags(bf16=True), A100, Model(frozenset({"float32"}), "flash_attention_2"), "bfloat16", "bfloat16", "off", ()),
-    (Flags(bf16=False), A100, Model(frozenset({"bfloat16"}), "kernels-community/flash_attention_3"), "bfloat16", "off",
+    (Flags(bf16=True), A100, FLASH_FP32, "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=False), A100, FLASH_KERNEL_BF16, "bfloat16", "off",
      "off", ()),
     (Flags(bf16=True, rollout_compute="stock"), A100, FP32, "bfloat16", "bfloat16", "off", ("rollout-not-aligned",)),
     (Flags(bf16=True, rollout_compute="trainig"), A100, FP32, "bfloat16", "bfloat16", "off", ("unknown-choice",)),
@@ -88,6 +97,7 @@ def test_every_refusal_and_warning_of_plain_values_is_in_the_table():
         "half-weights-under-other-autocast",
         "bf16-is-emulated",
         "flash-attention-needs-half",
+        "continuous-batching-casts-weights",
         "precision-contradicts-flag",
         "unknown-choice",
         "fp16-on-cpu",
@@ -109,8 +119,21 @@ def test_all_problems_come_in_one_error():
         "- bf16=True on V100 (compute capability 7.0)\n"
         "  why: V100 (compute capability 7.0) has no bfloat16 arithmetic (it needs compute capability 8.0): torch "
         "emulates it, many times slower.\n"
-        '  fix: use SafeSFTConfig(precision="fp16")  [bf16-is-emulated]'
+        '  fix: use SafeSFTConfig(precision="fp16"), or `fp16=True` with `bf16=False`  [bf16-is-emulated]'
     )
+
+
+def test_the_advice_fits_what_was_passed():
+    named = resolve(Flags(bf16=True), A100, Model(FP16.weights)).problems[0].fix
+    live = resolve(Flags(bf16=True), A100, Model(FP16.weights, live=True)).problems[0].fix
+    assert "`model_init_kwargs={'dtype': 'bfloat16'}`" in named
+    assert "`model.to(torch.bfloat16)`" in live  # TRL ignores model_init_kwargs for a model that is there
+    assert resolve(Flags(bf16=True), T4, FP32).problems[0].fix == "use `fp16=True` with `bf16=False`"
+
+
+def test_master_weights_are_what_is_trained():
+    lora = resolve(Flags(bf16=True), A100, Model(BF16.weights, trainable=frozenset({"float32"})))
+    assert (lora.master.value, lora.frozen_base.value) == ("float32", "bfloat16")
 
 
 def test_a_policy_without_problems_passes():

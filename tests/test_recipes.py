@@ -96,6 +96,7 @@ BAD = {
         {"model_name_or_path": "./models/qwen"},
         "there is no model in the folder ./models/qwen",
     ),
+    "missing model of one slash": ({"model_name_or_path": "models/none"}, "model models/none cannot be found:"),
     "no model": ({"model_name_or_path": ...}, "model_name_or_path is missing. Write: model_name_or_path: tiny:aria"),
     "misspelt embedded dataset": (
         {"dataset_name": "tiny:shape"},
@@ -292,3 +293,29 @@ def test_nothing_is_measured_where_nothing_is_asked(recipe, capsys):
     out = capsys.readouterr().out
     assert "held-out" not in out
     assert "plot        not drawn: the run ended before its first log; lower logging_steps" in out
+
+
+@pytest.mark.parametrize("task", ["grpo", "sft", "reward"])
+def test_evaluation_during_training(task, recipe, tmp_path):
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 1}
+    changes |= {
+        "dataset_size": 16,
+        "evaluation_size": 8,
+        "save_strategy": "no",
+        "output_dir": "out",
+        "progress": False,
+    }
+    if task != "grpo":
+        changes |= {"reward_funcs": ..., "num_generations": ...}
+    if task == "reward":
+        changes |= {"dataset_name": "tiny:preferences", "model_name_or_path": "tiny:reward", "needs_images": False}
+    assert main([task, *recipe(**changes)]) == 0
+    log = json.loads((tmp_path / "out" / "log.json").read_text())["log"]
+    assert any("eval_loss" in entry for entry in log)
+
+
+def test_any_spelling_of_a_dtype_works_in_model_init_kwargs(recipe, tmp_path):
+    changes = {"model_init_kwargs": {"dtype": "bf16"}, "max_steps": 1, "dataset_size": 16, "evaluation_size": 0}
+    assert main(["grpo", *recipe(**changes, output_dir="out", save_strategy="no", progress=False)]) == 0
+    census = json.loads((tmp_path / "out" / "log.json").read_text())["precision"]["census"]
+    assert set(census["elements"]["weights"]) == {"bfloat16"}

@@ -70,7 +70,7 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
 
     import safe_trainers
 
-    from ..mixin import declared_policy
+    from ..declared import declared_policy
     from ..recipes import TASKS, load_rewards
     from .progress import show_progress
 
@@ -78,7 +78,8 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     arguments = recipe.training
     arguments.model_init_kwargs = _model_init_kwargs(recipe)
     declared_policy(arguments, recipe.model.model_name_or_path, trainer_class).check()
-    dataset, held_out = _datasets(recipe)
+    dataset, evaluation, held_out = _datasets(recipe)
+    _check_model_exists(recipe)
 
     # From here on things are written.
     output_dir = Path(arguments.output_dir)
@@ -87,6 +88,7 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
         "model": _model(recipe, console),
         "args": arguments,
         "train_dataset": dataset,
+        "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
         "quantization_config": get_quantization_config(recipe.model),
         "peft_config": get_peft_config(recipe.model),
     }
@@ -167,35 +169,51 @@ def _model_init_kwargs(recipe: Any) -> dict[str, Any]:
     )
 
 
-def _datasets(recipe: Any) -> tuple[Any, Any]:
-    """The training set, and held-out examples where the data is embedded."""
+def _check_model_exists(recipe: Any) -> None:
+    """Refuses a model that cannot be found, before anything is written."""
+    from transformers import AutoConfig
+
+    from ..recipes import embedded_name
+
+    name = recipe.model.model_name_or_path
+    if embedded_name(name) is not None:
+        return
+    try:
+        AutoConfig.from_pretrained(
+            name, revision=recipe.model.model_revision, trust_remote_code=recipe.training.trust_remote_code
+        )
+    except OSError as error:
+        raise RecipeError(f"model {name} cannot be found: {str(error).splitlines()[0]}") from None
+
+
+def _datasets(recipe: Any) -> tuple[Any, Any, Any]:
+    """The training set, the evaluation set, and held-out examples to score, the last where the data is embedded."""
     from .. import tiny
     from ..recipes import check_columns, embedded_name
 
     extra, seed = recipe.extra, recipe.training.seed
-    measured = extra.evaluation_size > 0
     embedded = embedded_name(recipe.script.dataset_name)
     if embedded is None:
-        dataset = _load_dataset(recipe)
-        check_columns(recipe, dataset.column_names or [])
-        return dataset, None
+        splits = _load_dataset(recipe)
+        train = _split(recipe, splits, recipe.script.dataset_train_split)
+        check_columns(recipe, train.column_names or [])
+        evaluated = recipe.training.eval_strategy != "no"
+        return train, _split(recipe, splits, recipe.script.dataset_test_split) if evaluated else None, None
+    size = max(extra.evaluation_size, 1)
     if embedded == "preferences":
-        return (
-            tiny.preference_dataset(extra.dataset_size, seed, split="train"),
-            tiny.preference_dataset(extra.evaluation_size, seed, split="heldout") if measured else None,
-        )
+        held_out = tiny.preference_dataset(size, seed, split="heldout")
+        return tiny.preference_dataset(extra.dataset_size, seed, split="train"), held_out, held_out
     make = tiny.sft_dataset if recipe.task == "sft" else tiny.prompt_dataset
     return (
         make(extra.dataset_size, seed, split="train", shuffle_images=extra.shuffle_images),
-        tiny.prompt_dataset(extra.evaluation_size, seed, split="heldout") if measured else None,
+        make(size, seed, split="heldout"),
+        tiny.prompt_dataset(size, seed, split="heldout"),
     )
 
 
 def _load_dataset(recipe: Any) -> Any:
     from datasets import load_dataset
     from trl import get_dataset
-
-    from ..errors import nearest
 
     script = recipe.script
     if recipe.mixture.datasets:
@@ -205,11 +223,17 @@ def _load_dataset(recipe: Any) -> Any:
             splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
         except (FileNotFoundError, ConnectionError, ValueError) as error:
             raise RecipeError(f"dataset {script.dataset_name} cannot be loaded: {error}") from error
-    if script.dataset_train_split not in splits:
-        near = nearest(script.dataset_train_split, list(splits))
+    return splits
+
+
+def _split(recipe: Any, splits: Any, name: str) -> Any:
+    from ..errors import nearest
+
+    if name not in splits:
+        near = nearest(name, list(splits))
         hint = f"; did you mean {near!r}?" if near else f", only {', '.join(splits)}"
-        raise RecipeError(f"dataset {script.dataset_name} has no split {script.dataset_train_split!r}{hint}")
-    return splits[script.dataset_train_split]
+        raise RecipeError(f"dataset {recipe.script.dataset_name} has no split {name!r}{hint}")
+    return splits[name]
 
 
 def _model(recipe: Any, console: Console) -> str:
@@ -266,7 +290,7 @@ def _score(recipe: Any, trainer: Any, held_out: Any) -> tuple[str, Any, float] |
     """What is measured on held-out examples: its name, the measurement, and the best constant answer's score."""
     from .. import tiny
 
-    if held_out is None:
+    if held_out is None or recipe.extra.evaluation_size < 1:
         return None
     model, processor = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     if recipe.task == "reward":
