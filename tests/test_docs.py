@@ -18,11 +18,13 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-def test_the_page_of_refusals_is_made_from_the_code():
+@pytest.mark.parametrize("name", ["refusals", "cost"])
+def test_pages_that_are_made_are_up_to_date(name):
     spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
-    assert (ROOT / "docs" / "refusals.md").read_text() == build.refusals_page(), "run: make docs"
+    made = {"refusals": build.refusals_page, "cost": build.cost_page}[name]()
+    assert (ROOT / "docs" / f"{name}.md").read_text() == made, "run: make docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
