@@ -273,6 +273,7 @@ def test_the_demo_shows_the_crash_of_stock_and_then_trains(tmp_path, monkeypatch
     assert lines[1].startswith("  RuntimeError: Input type (torch.FloatTensor) and weight type (CPUBFloat16Type)")
     assert lines[2] == "safe_trainers.SafeGRPOTrainer, the same recipe:"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == ["model"]
     for name in ("plot.png", "log.json", "adapter_model.safetensors"):
         assert (tmp_path / "out" / name).is_file()
     assert "plot        out/plot.png" in out

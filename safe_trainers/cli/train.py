@@ -1,6 +1,8 @@
 """`safe-trainers grpo|rloo|sft|reward`: checks a recipe, makes what it needs, trains, and writes what came out."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,9 +250,16 @@ def _model(recipe: Any, console: Console) -> str:
         return str(recipe.model.model_name_or_path)
     # Threads cost so small a model more than they give, and on a busy machine many times more.
     torch.set_num_threads(1)
-    folder = tiny.save(family, Path(recipe.training.output_dir) / "model", seed=recipe.training.seed)
-    if recipe.extra.warm_up_steps:
-        _warm_up(recipe, folder, console)
+    output_dir = Path(recipe.training.output_dir)
+    folder = output_dir / "model"
+    # Beside its place until it is whole: a run that is stopped leaves no half model.
+    with tempfile.TemporaryDirectory(dir=output_dir, prefix=".model-") as scratch:
+        made = tiny.save(family, Path(scratch) / "model", seed=recipe.training.seed)
+        if recipe.extra.warm_up_steps:
+            _warm_up(recipe, made, console)
+        if folder.exists():
+            shutil.rmtree(folder)
+        made.rename(folder)
     return str(folder)
 
 
@@ -264,7 +273,7 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
 
     extra, training = recipe.extra, recipe.training
     arguments = SafeSFTConfig(
-        output_dir=str(folder.parent / "warm_up"),
+        output_dir=str(folder.parent),
         bf16=training.bf16,
         fp16=training.fp16,
         use_cpu=training.use_cpu,
