@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -212,6 +212,7 @@ class PrecisionMixin:
     """
 
     config_class: ClassVar[type | None] = None
+    __signature__: ClassVar[inspect.Signature]
 
     # What PrecisionBase brings, for the type checker.
     accelerator: Any
@@ -227,9 +228,11 @@ class PrecisionMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_bases(cls, PrecisionMixin, PrecisionBase)
+        cls.__signature__ = _signature(cls.__mro__)  # what `help` and editors show
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        arguments = _by_name(type(self), args, kwargs)
+        mro = type(self).__mro__
+        arguments = _by_name(_signature(mro[mro.index(PrecisionMixin) + 1 :]), args, kwargs)
         self._model_is_live = isinstance(arguments.get("model"), nn.Module)
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(_default_output_dir(arguments.get("model"), type(self)))
@@ -290,19 +293,21 @@ def _generates_elsewhere(trainer: Any, args: Any) -> str | None:
     return "as asked by rollout_compute='stock'" if getattr(args, "rollout_compute", None) == "stock" else None
 
 
-def _by_name(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by keyword: their order differs between releases of TRL.
+def _signature(classes: Iterable[type]) -> inspect.Signature:
+    """How the first of some classes that names its arguments is built; one that takes `*args` hands them on."""
+    for cls in classes:
+        if "__init__" in vars(cls):
+            signature = inspect.signature(vars(cls)["__init__"])
+            named = list(signature.parameters.values())[1:]  # without self
+            if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in named):
+                return signature.replace(parameters=named)
+    return inspect.Signature()
 
-    The names are those of the first class below the mixin that has any: a class that takes `*args` hands them on.
-    """
-    below = trainer_class.__mro__[trainer_class.__mro__.index(PrecisionMixin) + 1 :]
-    for base in below:
-        signature = inspect.signature(vars(base)["__init__"]) if "__init__" in vars(base) else None
-        if signature is not None and all(p.kind is not p.VAR_POSITIONAL for p in signature.parameters.values()):
-            break
-    bound = dict(signature.bind(None, *args, **kwargs).arguments) if signature is not None else dict(kwargs)
-    bound.pop("self", None)
-    for name, parameter in signature.parameters.items() if signature is not None else ():
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by keyword: their order differs between releases of TRL."""
+    bound = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return bound

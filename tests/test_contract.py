@@ -1,5 +1,6 @@
 """The order of the bases, and what each class promises."""
 
+import inspect
 import json
 
 import pytest
@@ -92,3 +93,15 @@ def test_a_class_that_generates_elsewhere_says_so():
 def test_the_classes_are_what_they_replace():
     for safe in (SafeGRPOTrainer, SafeRLOOTrainer, SafeSFTTrainer, SafeRewardTrainer):
         assert issubclass(safe, getattr(trl, safe.__name__.removeprefix("Safe")))
+
+
+def test_help_shows_the_arguments_of_what_is_replaced():
+    for safe in (SafeGRPOTrainer, SafeRLOOTrainer, SafeSFTTrainer, SafeRewardTrainer):
+        plain = getattr(trl, safe.__name__.removeprefix("Safe"))
+        assert list(inspect.signature(safe).parameters) == list(inspect.signature(plain).parameters)
+
+    class Own(SafeGRPOTrainer):
+        def __init__(self, model, extra=1, **kwargs):
+            super().__init__(model, **kwargs)
+
+    assert list(inspect.signature(Own).parameters)[:2] == ["model", "extra"]
