@@ -7,6 +7,7 @@ values from a file unchecked, as argparse does with defaults; here they go throu
 
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -64,6 +65,14 @@ class RecipeArguments:
     warm_up_batch_size: int = field(default=32, metadata={"help": "Batch size of the warm-up."})
     warm_up_bias: float = field(default=0.0, metadata={"help": "Share of warm-up answers that name one colour."})
     progress: bool = field(default=True, metadata={"help": "Show a progress bar."})
+
+    def __post_init__(self) -> None:
+        at_least = {"dataset_size": 1, "evaluation_size": 0, "warm_up_steps": 0, "warm_up_batch_size": 1}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} is too small. Write: {name}: {least} or more")
+        if not 0 <= self.warm_up_bias <= 1:
+            raise ValueError(f"warm_up_bias={self.warm_up_bias} is no share. Write: warm_up_bias: 0.6, or 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ def read_recipe(task: str, argv: Sequence[str]) -> Recipe:
         raise
     except RecipeError as error:
         raise RecipeError(f"{path or 'command line'}: {error}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         # What the configs of TRL and transformers refuse by themselves, in their own words.
         raise RecipeError(f"{path or 'command line'}: {error}") from error
     extra, script, training, model, mixture = parsed
@@ -326,6 +335,12 @@ def _check_output(recipe: Recipe) -> None:
     output = Path(recipe.training.output_dir)
     if output.exists() and not output.is_dir():
         raise RecipeError(f"output_dir {output} is a file. Write: output_dir: {output}-run")
+    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        raise RecipeError(f"output_dir {output} cannot be written: {existing} is read-only")
+    resume = recipe.training.resume_from_checkpoint
+    if resume and not Path(resume).is_dir():
+        raise RecipeError(f"there is no checkpoint {resume}. Write: resume_from_checkpoint: {output}/checkpoint-100")
 
 
 def _import_reward(name: str) -> Any:
@@ -350,7 +365,24 @@ def _import_reward(name: str) -> Any:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = nearest(attribute, functions)
         raise RecipeError(f"module {module_name} has no function {attribute!r}{_hint(near, f'{module_name}.')}")
+    if not _takes_what_trl_gives(reward):
+        raise RecipeError(
+            f"{name!r} is no reward function: TRL calls it with prompts, completions, the dataset's columns and more, "
+            f"by name. Write: def {attribute}(completions, **kwargs) -> list[float]"
+        )
     return reward
+
+
+def _takes_what_trl_gives(reward: Callable[..., Any]) -> bool:
+    """Whether a function can be called as TRL calls rewards; one that does not show its arguments is believed."""
+    try:
+        parameters = list(inspect.signature(reward).parameters.values())
+    except ValueError:
+        return True
+    names = {parameter.name for parameter in parameters}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    # A class is built by a call, and gives no list of rewards.
+    return not isinstance(reward, type) and (takes_any or {"completions", "trainer_state"} <= names)
 
 
 def _is_path(name: str) -> bool:

@@ -1,16 +1,17 @@
 """`safe-trainers grpo|rloo|sft|reward`: checks a recipe, makes what it needs, trains, and writes what came out."""
 
+import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..errors import RecipeError
+from ..errors import RecipeError, SafeTrainersError
 
 
 @dataclass
@@ -83,20 +84,19 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     dataset, evaluation, held_out = _datasets(recipe)
     _check_model_exists(recipe)
 
-    # From here on things are written.
     output_dir = Path(arguments.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {
-        "model": _model(recipe, console),
-        "args": arguments,
-        "train_dataset": dataset,
-        "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
-        "quantization_config": get_quantization_config(recipe.model),
-        "peft_config": get_peft_config(recipe.model),
-    }
-    if hasattr(recipe.script, "reward_funcs"):
-        settings["reward_funcs"] = load_rewards(recipe)
-    trainer = trainer_class(**settings)
+    with _only_if_it_works(output_dir):
+        settings: dict[str, Any] = {
+            "model": _model(recipe, console),
+            "args": arguments,
+            "train_dataset": dataset,
+            "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
+            "quantization_config": get_quantization_config(recipe.model),
+            "peft_config": get_peft_config(recipe.model),
+        }
+        if hasattr(recipe.script, "reward_funcs"):
+            settings["reward_funcs"] = load_rewards(recipe)
+        trainer = trainer_class(**settings)
     show_progress(trainer, console, recipe.task, recipe.extra.progress)
     run = Run(trainer, output_dir)
     score = _score(recipe, trainer, held_out)
@@ -110,6 +110,31 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     if trainer.accelerator.is_main_process:
         write_run(run, recipe, console)
     return run
+
+
+@contextlib.contextmanager
+def _only_if_it_works(output_dir: Path) -> Iterator[None]:
+    """Makes the output folder for what is built inside, and removes it again where that fails.
+
+    What TRL, transformers and PEFT refuse while a trainer is built is bad input too: it is said in their own words.
+
+    Args:
+        output_dir: The folder; one that was there before is left there.
+
+    Raises:
+        RecipeError: In place of an error of theirs.
+    """
+    missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]  # innermost first
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        if missing:
+            shutil.rmtree(missing[-1], ignore_errors=True)
+        upstream = isinstance(error, (ValueError, TypeError, ImportError, OSError))
+        if upstream and not isinstance(error, SafeTrainersError):
+            raise RecipeError(f"the trainer cannot be built: {type(error).__name__}: {error}") from error
+        raise
 
 
 def write_run(run: Run, recipe: Any, console: Console) -> None:
