@@ -164,7 +164,7 @@ def test_bad_input_is_one_message_exit_status_2_and_nothing_written(name, recipe
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert message in captured.err
-    assert [line[:7] for line in captured.err.splitlines() if "error" in line.lower()][0] == "error: "
+    assert any(line.startswith("error: ") for line in captured.err.splitlines())
     assert "Traceback" not in captured.err
     assert sorted(tmp_path.rglob("*")) == before
 
