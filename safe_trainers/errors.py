@@ -224,3 +224,13 @@ def nearest(value: str, accepted: Iterable[str]) -> str | None:
     by_plain = {plain(choice): choice for choice in accepted}
     match = difflib.get_close_matches(plain(value), by_plain, n=1, cutoff=0.6)
     return by_plain[match[0]] if match else None
+
+
+def hint(match: str | None, prefix: str = "") -> str:
+    """The end of a message that names the nearest spelling; empty where there is none.
+
+    Args:
+        match: What `nearest` found.
+        prefix: What stands before it where it is written.
+    """
+    return f"; did you mean {prefix + match!r}?" if match else ""

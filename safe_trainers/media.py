@@ -185,7 +185,7 @@ class MediaCollator:
     Before anything is decided, and for batches that are no mappings (GRPO's are rows), it is the collator itself.
 
     Args:
-        collator: The trainer's collator; its attributes are reached through this one.
+        collator: The trainer's collator.
         caster: Gives the trainer's `MediaCaster`.
     """
 
@@ -201,9 +201,6 @@ class MediaCollator:
         caster = self._caster()
         cast = {key: caster.cast(key, batch[key]) for key in caster.media(batch)}
         return type(batch)({**batch, **cast}) if cast else batch  # type: ignore[call-arg]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.collator, name)
 
 
 def _feature_method(model: nn.Module, name: str, key: str) -> Callable[..., Any] | None:

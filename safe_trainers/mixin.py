@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 
@@ -68,9 +69,6 @@ class PrecisionBase(Trainer):
         self._check_mixed_weights(model, bound.arguments.get("processing_class"), bound.arguments.get("train_dataset"))
         super().__init__(*args, **kwargs)
         self._check_accelerator()
-        if self.args.dataloader_num_workers == 0:  # what a worker collates, it cannot know the decisions of
-            collator: Any = self.data_collator  # type: ignore[has-type]
-            self.data_collator = MediaCollator(collator, self._media_caster)
 
     def _adapters_ready(self, model: nn.Module) -> None:
         """The PEFT init hook: TRL has made, and perhaps cast, the adapters of `model`; no optimizer exists.
@@ -104,7 +102,10 @@ class PrecisionBase(Trainer):
         """Asks a model whose weights disagree whether it computes, on the kind of input that it will get."""
         weights = self.precision_census.weights
         if len(weights) > 1 and weights & HALVES:
-            pictures = bool({"image", "images", "pixel_values"} & set(getattr(dataset, "column_names", None) or ()))
+            columns = getattr(dataset, "column_names", None)
+            if columns is None and isinstance(dataset, IterableDataset):
+                columns = next(iter(dataset), {})  # a stream starts again at each `iter`
+            pictures = bool({"image", "images", "pixel_values"} & set(columns or ()))
             problem = meeting_dtypes(
                 model, processing_class if pictures else None, weights, self.precision_policy.autocast.value
             )
@@ -188,6 +189,20 @@ class PrecisionBase(Trainer):
             {key: self._move(caster.cast(key, value)) if key in media else self._prepare_input(value)
              for key, value in data.items()}
         )  # fmt: skip
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a dataloader whose batches hold their media as decided before they are moved.
+
+        Only what this process collates: a worker does not know what is decided after it was started.
+        """
+        if self.args.dataloader_num_workers > 0:
+            return super()._get_dataloader(*args, **kwargs)
+        collator: Any = self.data_collator  # type: ignore[has-type]
+        self.data_collator = MediaCollator(collator, self._media_caster)
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = collator
 
     def _move(self, data: Any) -> Any:
         """Moves nested tensors to the device and leaves their dtype alone.
@@ -294,13 +309,21 @@ def _generates_elsewhere(trainer: Any, args: Any) -> str | None:
 
 
 def _signature(classes: Iterable[type]) -> inspect.Signature:
-    """How the first of some classes that names its arguments is built; one that takes `*args` hands them on."""
+    """How the first of some classes that names its arguments is built.
+
+    One that takes `*args` hands them on to the next, and may take keywords of its own.
+    """
+    own: dict[str, inspect.Parameter] = {}
     for cls in classes:
         if "__init__" in vars(cls):
             signature = inspect.signature(vars(cls)["__init__"])
             named = list(signature.parameters.values())[1:]  # without self
             if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in named):
-                return signature.replace(parameters=named)
+                own = {name: parameter for name, parameter in own.items() if name not in signature.parameters}
+                last = [parameter for parameter in named if parameter.kind is parameter.VAR_KEYWORD]
+                first = [parameter for parameter in named if parameter.kind is not parameter.VAR_KEYWORD]
+                return signature.replace(parameters=[*first, *own.values(), *last])
+            own |= {parameter.name: parameter for parameter in named if parameter.kind is parameter.KEYWORD_ONLY}
     return inspect.Signature()
 
 

@@ -263,12 +263,11 @@ def _contradictions(
     attention = model.attn_implementation or ""
     if _FLASH_ATTENTION.search(attention) and compute.value == FLOAT32:
         yield refuse("flash-attention-needs-half", f"attn_implementation={attention!r} with float32 compute")
-    if flags.continuous_batching and autocast.value != OFF and model.weights - {autocast.value}:
-        yield refuse(
-            "continuous-batching-casts-weights",
-            f"use_transformers_continuous_batching=True with {' and '.join(sorted(model.weights))} weights",
-            compute=autocast.value,
-        )
+    # TRL casts by the flag, also where there is no autocast, and adapters too.
+    wider = (model.weights | model.trainable) - {requested.value}
+    if flags.continuous_batching and requested.value in HALVES and wider:
+        given = f"use_transformers_continuous_batching=True with {' and '.join(sorted(wider))} weights"
+        yield refuse("continuous-batching-casts-weights", given, compute=requested.value)
 
 
 def _unknown_rollout_compute(value: str) -> Problem:

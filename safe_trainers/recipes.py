@@ -6,11 +6,8 @@ values from a file unchecked, as argparse does with defaults; here they go throu
 """
 
 import dataclasses
-import importlib
-import inspect
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +20,8 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from .arguments import SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
 from .dtypes import parse_dtype
-from .errors import PrecisionError, RecipeError, nearest
+from .errors import PrecisionError, RecipeError, hint, nearest
+from .rewards import import_reward
 from .tiny import FAMILIES
 
 
@@ -33,10 +31,16 @@ TINY = "tiny:"
 EMBEDDED_MODELS = (*FAMILIES, "reward")
 """The embedded models; `reward` is a text model with a score head."""
 
+COLUMNS = {
+    "grpo": (("prompt",),),
+    "rloo": (("prompt",),),
+    "sft": (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
+    "reward": (("chosen", "rejected"),),
+}
+"""The columns that each task needs: one of these groups."""
+
 EMBEDDED_DATASETS = {"shapes": ("prompt", "image", "solution"), "preferences": ("chosen", "rejected")}
 """The embedded datasets and their columns."""
-
-TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
 @dataclass
@@ -181,10 +185,10 @@ def load_rewards(recipe: Recipe) -> list[Any]:
     """
     script = recipe.script
     rewards: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
-    rewards += [_import_reward(name) for name in script.reward_funcs or []]
+    rewards += [import_reward(name) for name in script.reward_funcs or []]
     if not rewards:
         raise RecipeError(
-            "reward_funcs is empty. Write: reward_funcs: [accuracy_reward], or a dotted path of your own"
+            "reward_funcs is empty. Write: reward_funcs: [think_format_reward], or a dotted path of your own"
         )
     return rewards
 
@@ -207,7 +211,7 @@ def find_recipe(name: str) -> Path:
             return folder / name
         if folder.is_dir():
             known = [path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml")]
-            raise RecipeError(f"there is no recipe {name}{_hint(nearest(name, known))}")
+            raise RecipeError(f"there is no recipe {name}{hint(nearest(name, known))}")
     raise RecipeError("this installation holds no recipes")
 
 
@@ -229,7 +233,7 @@ def _split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
 def _load_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        raise RecipeError(f"there is no recipe {path}{_hint(nearest(str(path), siblings))}")
+        raise RecipeError(f"there is no recipe {path}{hint(nearest(str(path), siblings))}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -242,7 +246,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
 def _check_keys(keys: Iterable[Any], known: set[str], where: str) -> None:
     unknown = [str(key) for key in keys if key not in known]
     if unknown:
-        raise RecipeError([f"{where}: there is no key {key!r}{_hint(nearest(key, known))}" for key in unknown])
+        raise RecipeError([f"{where}: there is no key {key!r}{hint(nearest(key, known))}" for key in unknown])
 
 
 def _as_arguments(key: str, value: Any) -> list[str]:
@@ -284,13 +288,17 @@ def _check_model(recipe: Recipe) -> None:
         )
     family = embedded_name(name)
     if family is not None and family not in EMBEDDED_MODELS:
-        raise RecipeError(f"there is no embedded model {name!r}{_hint(nearest(family, EMBEDDED_MODELS), TINY)}")
+        raise RecipeError(f"there is no embedded model {name!r}{hint(nearest(family, EMBEDDED_MODELS), TINY)}")
     if family is None and recipe.extra.warm_up_steps:
         raise RecipeError(f"warm_up_steps is for embedded models, and {name!r} is none. Drop `warm_up_steps`")
     if family is None and _is_path(name) and not (Path(name) / "config.json").is_file():
         where = Path(name)
         siblings = [str(p.parent) for p in where.parent.glob("*/config.json")] if where.parent.is_dir() else []
-        raise RecipeError(f"there is no model in the folder {name}{_hint(nearest(name, siblings))}")
+        raise RecipeError(f"there is no model in the folder {name}{hint(nearest(name, siblings))}")
+    if family == "reward" and recipe.task != "reward":
+        raise RecipeError(f"{name} only scores; {recipe.task} needs a model that answers, such as tiny:text")
+    if not isinstance(recipe.training.model_init_kwargs or {}, dict):
+        raise RecipeError("model_init_kwargs holds no `key: value` pairs. Write: model_init_kwargs: {dtype: bfloat16}")
     if recipe.model.dtype is not None:
         parse_dtype(recipe.model.dtype)
 
@@ -301,23 +309,35 @@ def _check_dataset(recipe: Recipe) -> None:
     if name is None and not recipe.mixture.datasets:
         raise RecipeError("dataset_name is missing. Write: dataset_name: tiny:shapes, or a folder or hub name")
     if embedded is not None and embedded not in EMBEDDED_DATASETS:
-        raise RecipeError(f"there is no embedded dataset {name!r}{_hint(nearest(embedded, EMBEDDED_DATASETS), TINY)}")
+        raise RecipeError(f"there is no embedded dataset {name!r}{hint(nearest(embedded, EMBEDDED_DATASETS), TINY)}")
     if name is not None and embedded is None and _is_path(name) and not Path(name).exists():
         raise RecipeError(f"there is no dataset at {name}")
     if embedded is not None:
-        check_columns(recipe, EMBEDDED_DATASETS[embedded])
+        columns = EMBEDDED_DATASETS[embedded]
+        check_columns(recipe, (*columns, "completion") if recipe.task == "sft" and "prompt" in columns else columns)
+        family = embedded_name(recipe.model.model_name_or_path)
+        if "image" in columns and family in {"text", "reward"}:
+            raise RecipeError(
+                f"{name} has pictures, and {TINY}{family} takes none. Write: model_name_or_path: tiny:llava"
+            )
 
 
 def check_columns(recipe: Recipe, columns: Sequence[str]) -> None:
-    """Refuses a dataset without pictures for a recipe that needs them.
+    """Refuses a dataset without the columns that the task needs, and one without pictures where they are needed.
 
     Args:
         recipe: The recipe.
-        columns: The dataset's columns.
+        columns: The dataset's columns; none where a stream does not tell.
 
     Raises:
         RecipeError: With the columns that are there.
     """
+    needed = COLUMNS[recipe.task]
+    if columns and not any(set(group) <= set(columns) for group in needed):
+        wanted = ", or ".join(" and ".join(group) for group in needed)
+        raise RecipeError(
+            f"dataset {recipe.script.dataset_name} has the columns {', '.join(columns)}; {recipe.task} needs {wanted}"
+        )
     if recipe.extra.needs_images and not {"image", "images"} & set(columns):
         raise RecipeError(_no_images(str(recipe.script.dataset_name), columns))
 
@@ -343,52 +363,6 @@ def _check_output(recipe: Recipe) -> None:
         raise RecipeError(f"there is no checkpoint {resume}. Write: resume_from_checkpoint: {output}/checkpoint-100")
 
 
-def _import_reward(name: str) -> Any:
-    if name in TRL_REWARDS:
-        import trl.rewards
-
-        return getattr(trl.rewards, name)
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
-        raise RecipeError(
-            f"there is no reward function {name!r}{_hint(nearest(name, TRL_REWARDS))}: it is one of "
-            f"{', '.join(TRL_REWARDS)}, or a dotted path such as my_package.rewards.exact_match"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise RecipeError(f"reward function {name!r} cannot be imported: {error}") from None
-    reward = getattr(module, attribute, None)
-    if not callable(reward):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = nearest(attribute, functions)
-        raise RecipeError(f"module {module_name} has no function {attribute!r}{_hint(near, f'{module_name}.')}")
-    if not _takes_what_trl_gives(reward):
-        raise RecipeError(
-            f"{name!r} is no reward function: TRL calls it with prompts, completions, the dataset's columns and more, "
-            f"by name. Write: def {attribute}(completions, **kwargs) -> list[float]"
-        )
-    return reward
-
-
-def _takes_what_trl_gives(reward: Callable[..., Any]) -> bool:
-    """Whether a function can be called as TRL calls rewards; one that does not show its arguments is believed."""
-    try:
-        parameters = list(inspect.signature(reward).parameters.values())
-    except ValueError:
-        return True
-    names = {parameter.name for parameter in parameters}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    # A class is built by a call, and gives no list of rewards.
-    return not isinstance(reward, type) and (takes_any or {"completions", "trainer_state"} <= names)
-
-
 def _is_path(name: str) -> bool:
     """Whether a name can only be a folder: hub names have at most one slash, and start with no dot."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-
-
-def _hint(match: str | None, prefix: str = "") -> str:
-    return f"; did you mean {prefix + match!r}?" if match else ""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import trl
 from cells import Cell
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, Trainer
 
 from safe_trainers import (
@@ -296,15 +296,17 @@ def test_dtypes_are_spelt_for_trl_in_any_of_our_spellings():
 
 def test_a_class_that_hands_its_arguments_on_can_be_called_by_position():
     class HandsOn(trl.GRPOTrainer):
-        def __init__(self, *args, **kwargs):
+        def __init__(self, *args, extra=1, **kwargs):
+            self.extra = extra
             super().__init__(*args, **kwargs)
 
     class SafeHandsOn(PrecisionMixin, HandsOn, PrecisionBase):
         pass
 
     made = cells.arguments(GRPO, trl.GRPOConfig)
-    trainer = SafeHandsOn(made["model"], made["reward_funcs"], made["args"], made["train_dataset"])
+    trainer = SafeHandsOn(made["model"], made["reward_funcs"], made["args"], made["train_dataset"], extra=3)
     assert trainer.args is made["args"]
+    assert trainer.extra == 3
 
 
 def test_a_mixed_model_that_cannot_be_asked_is_left_to_train():
@@ -347,13 +349,36 @@ def test_a_mixed_model_is_asked_without_pictures_where_the_data_has_none():
 def test_the_dataloader_moves_media_as_decided():
     """SFT's dataloader moves a batch before the trainer sees it: from the second batch on, its collator casts."""
     trainer = build(Cell("llava", "sft", "bf16", "bf16"))
-    first = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
+    own = trainer.data_collator
+    first = next(iter(trainer.get_train_dataloader()))
     assert first["pixel_values"].dtype == torch.float32
     trainer.train()
-    later = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
+    later = next(iter(trainer.get_train_dataloader()))
     assert later["pixel_values"].dtype == torch.bfloat16
     assert later["input_ids"].dtype == torch.int64
     assert type(later) is type(first)
+    assert trainer.data_collator is own  # TRL asks for its type
+
+
+def pictures_one_by_one():
+    yield from cells.dataset("grpo", "smolvlm")
+
+
+def test_a_stream_with_pictures_is_asked_with_a_picture():
+    model = AutoModelForImageTextToText.from_pretrained(cells.folder("smolvlm"), dtype=torch.bfloat16)
+    model.model.vision_model.float()
+    model.model.connector.float()
+    made = cells.arguments(Cell("smolvlm", "grpo", "bf16", None), trl.GRPOConfig, model_init_kwargs=None)
+    stream = IterableDataset.from_generator(pictures_one_by_one)
+    assert stream.column_names is None
+    with pytest.raises(PrecisionError, match="mixed-weights-cannot-meet"):
+        SafeGRPOTrainer(**{**made, "model": model, "train_dataset": stream})
+
+
+def test_continuous_batching_would_make_adapters_half_too():
+    settings = {"use_transformers_continuous_batching": True}
+    with pytest.raises(PrecisionError, match="continuous-batching-casts-weights"):
+        build(Cell("text", "grpo", "bf16", "bf16", lora=True), **settings)
 
 
 def test_mixed_weights_that_cannot_meet_are_refused_and_the_advice_trains():

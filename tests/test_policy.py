@@ -54,6 +54,8 @@ TABLE = [
     (Flags(bf16=True, continuous_batching=True), A100, FP32, "bfloat16", "bfloat16", "off",
      ("continuous-batching-casts-weights",)),
     (Flags(bf16=True, continuous_batching=True), A100, BF16, "bfloat16", "bfloat16", "off", ()),
+    (Flags(bf16=True, continuous_batching=True), A100, Model(BF16.weights, frozenset({"float32"})), "bfloat16",
+     "bfloat16", "off", ("continuous-batching-casts-weights",)),
     (Flags(bf16=False, continuous_batching=True), A100, FP32, "float32", "off", "off", ()),
     (Flags(bf16=False), A100, Model(frozenset({"float32", "bfloat16"})), "bfloat16 and float32", "off", "off", ()),
     (Flags(precision="auto"), A100, FP32, "bfloat16", "bfloat16", "off", ()),

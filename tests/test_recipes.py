@@ -96,7 +96,7 @@ BAD = {
         {"model_name_or_path": "./models/qwen"},
         "there is no model in the folder ./models/qwen",
     ),
-    "missing model of one slash": ({"model_name_or_path": "models/none"}, "model models/none cannot be found:"),
+    "missing model of one slash": ({"model_name_or_path": "models/none"}, "model models/none cannot be read:"),
     "no model": ({"model_name_or_path": ...}, "model_name_or_path is missing. Write: model_name_or_path: tiny:aria"),
     "misspelt embedded dataset": (
         {"dataset_name": "tiny:shape"},
@@ -104,9 +104,19 @@ BAD = {
     ),
     "missing dataset": ({"dataset_name": "./data/nothing"}, "there is no dataset at ./data/nothing"),
     "no dataset": ({"dataset_name": ...}, "dataset_name is missing. Write: dataset_name: tiny:shapes"),
-    "dataset without pictures": (
+    "dataset for another task": (
         {"dataset_name": "tiny:preferences"},
-        "dataset tiny:preferences has no `image` or `images` column, only chosen, rejected, and this recipe needs",
+        "dataset tiny:preferences has the columns chosen, rejected; grpo needs prompt",
+    ),
+    "model that only scores": ({"model_name_or_path": "tiny:reward"}, "tiny:reward only scores; grpo needs a model"),
+    "pictures for a text model": (
+        {"model_name_or_path": "tiny:text"},
+        "tiny:shapes has pictures, and tiny:text takes",
+    ),
+    "reward that needs a package": ({"reward_funcs": ["accuracy_reward"]}, "Run: pip install math_verify"),
+    "model_init_kwargs that are a list": (
+        {"model_init_kwargs": "[1]"},
+        "model_init_kwargs holds no `key: value` pairs",
     ),
     "unknown reward": (
         {"reward_funcs": ["acuracy_reward"]},
@@ -121,7 +131,7 @@ BAD = {
         "module safe_trainers.tiny.rewards has no function 'exact_mach'; did you mean "
         "'safe_trainers.tiny.rewards.exact_match'?",
     ),
-    "no rewards": ({"reward_funcs": ...}, "reward_funcs is empty. Write: reward_funcs: [accuracy_reward]"),
+    "no rewards": ({"reward_funcs": ...}, "reward_funcs is empty. Write: reward_funcs: [think_format_reward]"),
     "warm-up of a model that is not embedded": (
         {"model_name_or_path": "org/model", "warm_up_steps": 3},
         "warm_up_steps is for embedded models, and 'org/model' is none. Drop `warm_up_steps`",

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -124,14 +125,18 @@ def _only_if_it_works(output_dir: Path) -> Iterator[None]:
     Raises:
         RecipeError: In place of an error of theirs.
     """
-    missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]  # innermost first
+    # Innermost first; empty where the folder itself was there before.
+    missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as error:
-        if missing:
-            shutil.rmtree(missing[-1], ignore_errors=True)
-        upstream = isinstance(error, (ValueError, TypeError, ImportError, OSError))
+        if missing and os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(output_dir, ignore_errors=True)
+            for parent in missing[1:]:
+                if parent.is_dir() and not any(parent.iterdir()):  # another run may live there by now
+                    parent.rmdir()
+        upstream = isinstance(error, (ValueError, TypeError, ImportError, OSError, LookupError, AttributeError))
         if upstream and not isinstance(error, SafeTrainersError):
             raise RecipeError(f"the trainer cannot be built: {type(error).__name__}: {error}") from error
         raise
@@ -209,8 +214,8 @@ def _check_model_exists(recipe: Any) -> None:
         AutoConfig.from_pretrained(
             name, revision=recipe.model.model_revision, trust_remote_code=recipe.training.trust_remote_code
         )
-    except OSError as error:
-        raise RecipeError(f"model {name} cannot be found: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model {name} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def _datasets(recipe: Any) -> tuple[Any, Any, Any]:
