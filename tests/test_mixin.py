@@ -327,18 +327,19 @@ def test_a_mixed_model_that_cannot_be_asked_is_left_to_train():
     trainer.train()
 
 
+def float32_tower():
+    """A SmolVLM whose tower is float32 and whose text model is bfloat16."""
+    model = AutoModelForImageTextToText.from_pretrained(cells.folder("smolvlm"), dtype=torch.bfloat16)
+    model.model.vision_model.float()
+    model.model.connector.float()
+    return model
+
+
 def test_a_mixed_model_is_asked_without_pictures_where_the_data_has_none():
     """SmolVLM cannot merge features of another dtype than its text; without pictures there are none to merge."""
-
-    def mixed():
-        model = AutoModelForImageTextToText.from_pretrained(cells.folder("smolvlm"), dtype=torch.bfloat16)
-        model.model.vision_model.float()
-        model.model.connector.float()
-        return model
-
     for data, refused in ((cells.dataset("sft", "text"), False), (cells.dataset("sft", "smolvlm"), True)):
         made = cells.arguments(Cell("smolvlm", "sft", "bf16", None), trl.SFTConfig, model_init_kwargs=None)
-        made |= {"model": mixed(), "train_dataset": data}
+        made |= {"model": float32_tower(), "train_dataset": data}
         if refused:
             with pytest.raises(PrecisionError, match="mixed-weights-cannot-meet"):
                 SafeSFTTrainer(**made)
@@ -365,14 +366,11 @@ def pictures_one_by_one():
 
 
 def test_a_stream_with_pictures_is_asked_with_a_picture():
-    model = AutoModelForImageTextToText.from_pretrained(cells.folder("smolvlm"), dtype=torch.bfloat16)
-    model.model.vision_model.float()
-    model.model.connector.float()
     made = cells.arguments(Cell("smolvlm", "grpo", "bf16", None), trl.GRPOConfig, model_init_kwargs=None)
     stream = IterableDataset.from_generator(pictures_one_by_one)
     assert stream.column_names is None
     with pytest.raises(PrecisionError, match="mixed-weights-cannot-meet"):
-        SafeGRPOTrainer(**{**made, "model": model, "train_dataset": stream})
+        SafeGRPOTrainer(**{**made, "model": float32_tower(), "train_dataset": stream})
 
 
 def test_continuous_batching_would_make_adapters_half_too():
@@ -381,21 +379,23 @@ def test_continuous_batching_would_make_adapters_half_too():
         build(Cell("text", "grpo", "bf16", "bf16", lora=True), **settings)
 
 
-def test_mixed_weights_that_cannot_meet_are_refused_and_the_advice_trains():
-    def mixed():
-        model = AutoModelForImageTextToText.from_pretrained(cells.folder("aria"), dtype=torch.bfloat16)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.data = parameter.data.float()
-        return model
+def float32_norms(family):
+    """A bfloat16 model whose norms are float32."""
+    model = AutoModelForImageTextToText.from_pretrained(cells.folder(family), dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    return model
 
+
+def test_mixed_weights_that_cannot_meet_are_refused_and_the_advice_trains():
     made = cells.arguments(Cell("aria", "sft", "bf16", None), trl.SFTConfig, model_init_kwargs=None)
     with pytest.raises(PrecisionError) as caught:
-        SafeSFTTrainer(**{**made, "model": mixed()})
+        SafeSFTTrainer(**{**made, "model": float32_norms("aria")})
     assert [p.id for p in caught.value.problems] == ["mixed-weights-cannot-meet"]
     assert caught.value.problems[0].fix == "`bf16=True`, so that autocast gives both the same dtype"
     made = cells.arguments(Cell("aria", "sft", "bf16", "bf16"), trl.SFTConfig, model_init_kwargs=None)
-    trainer = SafeSFTTrainer(**{**made, "model": mixed()})
+    trainer = SafeSFTTrainer(**{**made, "model": float32_norms("aria")})
     trainer.train()
     assert trainer.precision_census.weights == {"bfloat16", "float32"}
 
@@ -403,17 +403,9 @@ def test_mixed_weights_that_cannot_meet_are_refused_and_the_advice_trains():
 @pytest.mark.parametrize("flag", [None, "bf16"])
 def test_float32_norms_in_a_half_model_train(flag):
     """What k-bit preparation leaves behind; without autocast stock fails at the next Linear."""
-
-    def mixed():
-        model = AutoModelForImageTextToText.from_pretrained(cells.folder("llava"), dtype=torch.bfloat16)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.data = parameter.data.float()
-        return model
-
     for safe in (False, True):
         made = cells.arguments(Cell("llava", "grpo", "bf16", flag), trl.GRPOConfig, model_init_kwargs=None)
-        trainer = (SafeGRPOTrainer if safe else trl.GRPOTrainer)(**{**made, "model": mixed()})
+        trainer = (SafeGRPOTrainer if safe else trl.GRPOTrainer)(**{**made, "model": float32_norms("llava")})
         if flag is None and not safe:
             with pytest.raises(RuntimeError, match="same dtype"):
                 trainer.train()
