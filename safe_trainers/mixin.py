@@ -55,6 +55,7 @@ class PrecisionBase(Trainer):
     precision_census: Census
     precision_settlement: Settlement
     safety_contract: SafetyContract
+    _model_is_live: bool  # whether the user passed the model itself; PrecisionMixin sees it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -85,7 +86,7 @@ class PrecisionBase(Trainer):
         self.precision_policy = resolve(
             flags_of(training_args, type(self)),
             detect_device(training_args.device),
-            model_of(self.precision_census, live=getattr(self, "_model_is_live", False)),
+            model_of(self.precision_census, live=self._model_is_live),
         )
         self.precision_policy.check()
         # DeepSpeed casts the weights when it is initialised, after the census.
@@ -124,7 +125,8 @@ class PrecisionBase(Trainer):
         halves = sorted(HALVES & set(self.precision_census.trainable))
         if self.accelerator.scaler is not None and halves:
             given = f"{' and '.join(halves)} trainable weights with fp16=True"
-            fix = "`model_init_kwargs={'dtype': 'float32'}`: autocast still computes in float16"
+            load = "`model.float()`" if self._model_is_live else "`model_init_kwargs={'dtype': 'float32'}`"
+            fix = f"{load}: autocast still computes in float16"
             if self.precision_census.quantization is not None:
                 fix = f"a base that is not quantised: {QUANTIZED_ADAPTERS}"
             problems.append(refuse("half-trainables-under-loss-scaling", given, fix=fix))

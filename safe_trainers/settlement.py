@@ -115,7 +115,10 @@ def _warnings(census: Census) -> Iterator[Problem]:
     if halves:
         count, total = sum(halves.values()), sum(census.trainable.values())
         example = census.trainable_names[next(iter(halves))]
-        fix = "`model_init_kwargs={'dtype': 'float32'}` with `bf16=True`: fp32 master weights, the same compute dtype"
+        fix = (
+            "`model_init_kwargs={'dtype': 'float32'}` with `bf16=True`: fp32 master weights, the same compute dtype; "
+            "`model.float()` for a model that you pass yourself"
+        )
         if census.quantization is not None:
             fix = f"a base that is not quantised: {QUANTIZED_ADAPTERS}"
         yield warn(
