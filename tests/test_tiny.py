@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from safe_trainers import tiny
 from safe_trainers.tiny.grammar import ANSWERS
@@ -50,6 +50,23 @@ def test_family_saves_reloads_and_generates(family: str, tmp_path: Path) -> None
         assert not set(new.flatten().tolist()) & set(model.generation_config.suppress_tokens) - {
             processor.tokenizer.pad_token_id
         }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gpt_oss_has_fused_experts_and_declares_its_norms(dtype: str, tmp_path: Path) -> None:
+    folder = tiny.save("gpt_oss", tmp_path / "gpt_oss", seed=1, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.ndim == experts.down_proj.ndim == 3
+    assert not list(experts.children())
+    wide = {name for name, p in model.named_parameters() if p.dtype != getattr(torch, dtype)}
+    norms = {name for name, _ in model.named_parameters() if "norm" in name}
+    assert wide == (norms if dtype == "float16" else set())  # what `_keep_in_fp32_modules` of the family says
+    built = tiny.build_model("gpt_oss", seed=1, dtype=dtype).state_dict()
+    assert all(torch.equal(value, built[name]) for name, value in model.state_dict().items())
+    inputs = AutoTokenizer.from_pretrained(folder)(["what is it?"], return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert not set(ids[0, inputs["input_ids"].shape[1] :].tolist()) & set(model.generation_config.suppress_tokens)
 
 
 @pytest.mark.parametrize("family", tiny.VISION_FAMILIES)

@@ -13,7 +13,8 @@ A whole run (warm-up by fine-tuning, then GRPO or RLOO on pictures it has to loo
 
 `tiny.FAMILIES` names the families. `aria` and `llama4` do not cast their pixels to the dtype of their weights;
 `nocast` casts neither what goes into its vision tower nor what comes out. `from_pretrained` knows `nocast` once
-`safe_trainers.tiny.nocast` has been imported, which `tiny.save` and `tiny.build_model` do.
+`safe_trainers.tiny.nocast` has been imported, which `tiny.save` and `tiny.build_model` do. `gpt_oss` and `text` take
+no pictures; the experts of `gpt_oss` are fused into single parameters, which no `nn.Linear` holds.
 
 Importing this package imports neither torch nor transformers; its members do, on first use.
 """

@@ -81,12 +81,13 @@ _SPECS: dict[str, Family] = {
             patch_tokens=2 * PATCH_SIZE,
         ),
         Family("nocast", "<image>", "<image>"),
+        Family("gpt_oss"),
         Family("text"),
     )
 }
 
 FAMILIES: tuple[str, ...] = tuple(_SPECS)
-"""Names of all families, the text-only one last."""
+"""Names of all families, the text-only ones last."""
 
 VISION_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _SPECS.items() if spec.image_token is not None)
 """Names of the families that take pictures."""

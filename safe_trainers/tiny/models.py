@@ -13,6 +13,8 @@ from transformers import (
     AutoConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    GptOssConfig,
+    GptOssForCausalLM,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Llama4Config,
@@ -208,6 +210,18 @@ def _nocast(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrain
     return NoCastForConditionalGeneration(config)
 
 
+def _gpt_oss(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
+    config = GptOssConfig(
+        # Attention alternates between a sliding window and all tokens; the experts are fused into one parameter each.
+        **_text(tokenizer, num_hidden_layers=2, head_dim=_HIDDEN // _HEADS, intermediate_size=_HIDDEN),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        rope_scaling={"rope_type": "default"},  # its own is made for 128k tokens
+    )
+    return GptOssForCausalLM(config)
+
+
 def _text_only(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**_text(tokenizer)))
 
@@ -221,6 +235,7 @@ _BUILDERS: dict[str, Callable[[PreTrainedTokenizerBase, dict[str, int]], PreTrai
     "gemma3": _gemma3,
     "llama4": _llama4,
     "nocast": _nocast,
+    "gpt_oss": _gpt_oss,
     "text": _text_only,
 }
 
@@ -269,7 +284,7 @@ def build_model(
 ) -> PreTrainedModel:
     """Build a tiny model with random weights.
 
-    32 x 32 pictures, patches of 8, hidden size 64, one vision and one text layer: 0.1 to 0.3 million parameters.
+    32 x 32 pictures, patches of 8, hidden size 64, one vision and one text layer (two in `gpt_oss`): 0.1 to 0.3 million parameters.
 
     Args:
         family: One of `FAMILIES`.
