@@ -284,8 +284,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Build a tiny model with random weights.
 
-    32 x 32 pictures, patches of 8, hidden size 64, one vision and one text layer (two in `gpt_oss`): 0.1 to 0.3 million
-    parameters.
+    32 x 32 pictures, patches of 8, hidden size 64, one vision and one text layer (two in `gpt_oss`): 0.1 to 0.3
+    million parameters.
 
     Args:
         family: One of `FAMILIES`.
