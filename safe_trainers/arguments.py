@@ -10,9 +10,10 @@ from typing import Any
 from trl import GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from .device import detect_device
-from .dtypes import BFLOAT16, FLOAT16
+from .dtypes import AUTO, BFLOAT16, FLOAT16, parse_dtype
 from .errors import PrecisionError
 from .policy import Flags, resolve_compute
+from .scaler import problems as scaler_problems
 
 
 @dataclass
@@ -24,6 +25,19 @@ class PrecisionArguments:
             `fp16`. Unset, these two decide; with neither set it is `"auto"`: bf16 where the device computes it
             natively, fp16 on older GPUs, fp32 on CPU.
         rollout_compute: `"training"` generates in the compute context of training; `"stock"` as upstream does.
+        adapter_dtype: `"auto"`, `"float32"` or `"bfloat16"`: what adapters are held in. `"auto"` keeps the bits that
+            PEFT made, and follows TRL's bfloat16 cast of a quantised model's adapters only where it loses nothing
+            that matters.
+        upcast_trainables: Whether half-precision trainables become float32 where the loss is scaled; `False` refuses.
+        fp32_modules: Patterns of module names that compute in float32 under a half policy (`"vision_tower"`,
+            `"*.layers.3.mlp"`).
+        loss_scale_init: First loss scale under fp16.
+        loss_scale_growth_interval: Steps without an overflow after which the scale grows. Torch's own 2000 is longer
+            than many RL runs.
+        loss_scale_growth_factor: What the scale is multiplied with then.
+        loss_scale_backoff_factor: What the scale is multiplied with after an overflow.
+        save_dtype: `"float32"`, `"bfloat16"` or `"float16"`: what `save_model` writes; unset, what is held.
+            Checkpoints always hold the trained bits.
     """
 
     precision: str | None = field(
@@ -35,6 +49,31 @@ class PrecisionArguments:
         metadata={"help": "What generation computes in: `training` (the same as training) or `stock` (upstream's)."},
     )
 
+    adapter_dtype: str = field(
+        default=AUTO,
+        metadata={"help": "What adapters are held in: auto, float32 or bfloat16."},
+    )
+    upcast_trainables: bool = field(
+        default=True,
+        metadata={"help": "Whether half trainables become float32 where the loss is scaled; false refuses them."},
+    )
+    fp32_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "Patterns of names of modules that compute in float32 under a half policy."},
+    )
+    loss_scale_init: float = field(default=2.0**16, metadata={"help": "First loss scale under fp16."})
+    loss_scale_growth_interval: int = field(
+        default=400, metadata={"help": "Steps without an overflow after which the loss scale grows."}
+    )
+    loss_scale_growth_factor: float = field(default=2.0, metadata={"help": "How much the loss scale grows."})
+    loss_scale_backoff_factor: float = field(
+        default=0.5, metadata={"help": "What an overflow multiplies the loss scale with."}
+    )
+    save_dtype: str | None = field(
+        default=None,
+        metadata={"help": "What save_model writes: float32, bfloat16 or float16. Unset: what is held."},
+    )
+
     def __post_init__(self) -> None:
         settings: Any = self
         device = detect_device("cpu" if settings.use_cpu else None)
@@ -42,8 +81,11 @@ class PrecisionArguments:
             bf16=settings.bf16, fp16=settings.fp16, precision=self.precision, config=type(self).__name__
         )  # fmt: skip
         compute, problems = resolve_compute(flags, device)
-        if problems:
-            raise PrecisionError(problems)
+        found = [*problems, *scaler_problems(self)]
+        if found:
+            raise PrecisionError(found)
+        if self.save_dtype is not None:
+            self.save_dtype = parse_dtype(self.save_dtype, field="save_dtype", allow_auto=False)
         settings.bf16, settings.fp16 = compute.value == BFLOAT16, compute.value == FLOAT16
         super().__post_init__()  # type: ignore[misc]
 

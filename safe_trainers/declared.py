@@ -1,15 +1,20 @@
 """What the user declared, read off configs and models as the plain values that a policy is resolved from."""
 
+import os
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from .adapters import Circumstances
 from .census import Census, take_census
-from .device import detect_device
+from .device import Device, detect_device
 from .dtypes import AUTO, FLOAT32, SHORT, from_torch, parse_dtype
+from .errors import PrecisionError, PrecisionWarning, refuse, warn
 from .policy import Flags, Model, PrecisionPolicy, resolve
+from .towers import unwrap
 
 
 def flags_of(args: Any, trainer_class: type) -> Flags:
@@ -28,6 +33,7 @@ def flags_of(args: Any, trainer_class: type) -> Flags:
         fp16=bool(args.fp16),
         precision=getattr(args, "precision", None),
         rollout_compute=getattr(args, "rollout_compute", "training"),
+        adapter_dtype=getattr(args, "adapter_dtype", AUTO),
         continuous_batching=getattr(args, "use_transformers_continuous_batching", False),
         config=config.__name__ if config is not None else None,
     )
@@ -65,7 +71,9 @@ def declared_policy(args: Any, model: Any, trainer_class: type) -> PrecisionPoli
         declared = dict(getattr(args, "model_init_kwargs", None) or {})
         dtype = declared.get("dtype", FLOAT32)  # TRL's default; transformers' older `torch_dtype` has no effect there
         known = Model(_declared_weights(dtype), attn_implementation=declared.get("attn_implementation"))
-    return resolve(flags_of(args, trainer_class), detect_device(args.device), known)
+    detect = getattr(trainer_class, "precision_device", None)  # a stock class has none
+    device = detect_device(args.device) if detect is None else detect(args)
+    return resolve(flags_of(args, trainer_class), device, known)
 
 
 def _declared_weights(dtype: Any) -> frozenset[str]:
@@ -85,3 +93,59 @@ def spell_dtype_as_trl_does(args: Any) -> None:
     declared = getattr(args, "model_init_kwargs", None)
     if isinstance(declared, dict) and isinstance(declared.get("dtype"), str):
         args.model_init_kwargs = {**declared, "dtype": parse_dtype(declared["dtype"])}
+
+
+def fp32_patterns_of(args: Any) -> tuple[str, ...]:
+    """The `fp32_modules` of a config; none where it has no such field.
+
+    Args:
+        args: A TRL config, plain or Safe.
+    """
+    return tuple(getattr(args, "fp32_modules", None) or ())
+
+
+def circumstances_of(args: Any, device: Device, fresh: bool) -> Circumstances:
+    """What decisions on trainables depend on besides the policy and the tensors.
+
+    Args:
+        args: A TRL config, plain or Safe.
+        device: Where the run computes.
+        fresh: Whether the adapters were made by the trainer, from a `peft_config`.
+    """
+    return Circumstances(
+        learning_rate=args.learning_rate,
+        asked=parse_dtype(getattr(args, "adapter_dtype", AUTO), field="adapter_dtype"),
+        fresh=fresh,
+        # transformers sets it when it reads `fsdp`, and accelerate's launcher from its own config.
+        one_dtype=os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in {"1", "true"},
+        unscalable=(device.unscalable or frozenset()) if args.fp16 else frozenset(),
+    )
+
+
+def check_adapters(model: Any, peft_config: Any) -> None:
+    """Refuses what cannot become an adapter, and warns of one that was made for another base.
+
+    Args:
+        model: What was passed as the model.
+        peft_config: What was passed as the adapter's config.
+
+    Raises:
+        PrecisionError: If it is no `peft.PeftConfig`.
+    """
+    if peft_config is not None:
+        from peft import PeftConfig
+
+        if not isinstance(peft_config, PeftConfig):
+            kind = type(peft_config).__name__
+            raise PrecisionError([refuse("not-a-peft-config", f"peft_config={peft_config!r}", kind=kind)])
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        trained = getattr(config, "base_model_name_or_path", None)
+        base = getattr(getattr(unwrap(model), "config", None), "_name_or_path", None)
+        if trained and base and _folder(trained) != _folder(base):
+            problem = warn("adapter-of-another-base", f"the adapter {name!r}", trained=trained, base=base)
+            warnings.warn(str(problem), PrecisionWarning, stacklevel=4)
+
+
+def _folder(name: str) -> str:
+    """The last part of a model's name, the same for the Hub's and for a folder that it was copied to."""
+    return name.rstrip("/").split("/")[-1]

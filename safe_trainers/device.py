@@ -22,12 +22,15 @@ class Device:
         name: What a person calls it.
         capability: CUDA compute capability, `None` elsewhere.
         rocm: Whether `"cuda"` is AMD's, whose capability numbers mean something else.
+        unscalable: The half dtypes whose gradients its loss scaler refuses; `None` where accelerate builds no loss
+            scaler for fp16, and no autocast either: on CPU, where it says nothing about it.
     """
 
     kind: str
     name: str = ""
     capability: tuple[int, int] | None = None
     rocm: bool = False
+    unscalable: frozenset[str] | None = None
 
     @property
     def emulates_bf16(self) -> bool:
@@ -38,8 +41,8 @@ class Device:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether accelerate builds autocast and a loss scaler for fp16 here; on CPU and MPS it silently does not."""
-        return self.kind not in {"cpu", "mps"}
+        """Whether fp16 runs with autocast and a loss scaler here."""
+        return self.unscalable is not None
 
     @property
     def preferred(self) -> tuple[str, str]:
@@ -47,7 +50,7 @@ class Device:
         if self.kind == "cpu":
             return FLOAT32, "a CPU: half precision saves no time worth its loss, and fp16 has no scaler"
         if self.kind == "mps":
-            return FLOAT32, "MPS has no loss scaler, and its bfloat16 depends on the system's version"
+            return FLOAT32, "what MPS computes in half precision depends on the system's version"
         if self.emulates_bf16:
             return FLOAT16, f"{self} has no bfloat16 arithmetic (compute capability below 8.0), and has float16"
         return BFLOAT16, f"{self} computes bfloat16 natively, which needs no loss scaling"
@@ -71,11 +74,16 @@ def detect_device(device: "torch.device | str | None" = None) -> Device:
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(device)
+    if device.type == "cpu":
+        return Device(kind="cpu", name="CPU")
+    from .scaler import unscalable
+
     if device.type != "cuda":
-        return Device(kind=device.type, name=device.type.upper())
+        return Device(kind=device.type, name=device.type.upper(), unscalable=unscalable(device.type))
     return Device(
         kind="cuda",
         name=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
         rocm=torch.version.hip is not None,
+        unscalable=unscalable("cuda"),
     )

@@ -140,7 +140,40 @@ REFUSALS = _index(
     Finding(
         "half-trainables-under-loss-scaling",
         "the loss scaler cannot unscale gradients of these dtypes: the optimizer would fail at the first step.",
+        "drop `upcast_trainables=False` (float32 takes {memory} more), or load them in float32",
+    ),
+    Finding(
+        "adapter-dtype-cannot-be-scaled",
+        "fp16 scales the loss, and the scaler of {device} cannot unscale bfloat16 gradients: the optimizer would fail "
+        "at the first step.",
+        "drop `adapter_dtype='bfloat16'`, or use `bf16=True`",
+    ),
+    Finding(
+        "adapters-not-captured",
+        "TRL {version} rounds the trainables of a quantised model to bfloat16, and these were made in a way in which "
+        "their bits could not be kept.",
+        "make the adapters with `peft_config=`, or pass a `PeftModel`",
+    ),
+    Finding(
+        "loss-scale-out-of-range",
+        "it has to be {accepted}.",
+        "{field}={usual}",
+    ),
+    Finding(
+        "no-such-module",
+        "no module of {model} has a name that matches{hint}.",
         "{fix}",
+    ),
+    Finding(
+        "not-a-peft-config",
+        "adapters are made from a `peft.PeftConfig`, and this is a {kind}.",
+        "`peft_config=LoraConfig(r=16, target_modules='all-linear')`",
+    ),
+    Finding(
+        "int8-cannot-compute-in-float32",
+        "bitsandbytes multiplies 8-bit weights in float16, whatever comes in.",
+        "keep the module out of the quantisation: `BitsAndBytesConfig(load_in_8bit=True, "
+        "llm_int8_skip_modules=[{name!r}, 'lm_head'])`",
     ),
     Finding(
         "mixed-weights-cannot-meet",
@@ -170,9 +203,15 @@ WARNINGS = _index(
     ),
     Finding(
         "half-trainables",
-        "{count} of {total} trainable elements are {dtypes}: an update smaller than about 1/256 (bfloat16) or 1/2048 "
-        "(float16) of a weight rounds to nothing, and so does most of the optimizer's state.",
+        "{count} of {total} trainable elements are {dtypes}: at learning_rate={rate} {share} of their first updates "
+        "round to nothing, and so does most of the optimizer's state.",
         "{fix}",
+    ),
+    Finding(
+        "adapter-of-another-base",
+        "the adapter says that it was trained on {trained!r}, and it sits on {base!r}: on other weights it is another "
+        "model, and nothing would show it.",
+        "pass the adapter's own base, `AutoModelForCausalLM.from_pretrained({trained!r})`",
     ),
     Finding(
         "rollout-not-aligned",

@@ -13,7 +13,8 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
@@ -21,16 +22,28 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 
+from . import scaler
+from .captures import AdapterGuard, adapters_held
 from .census import Census, take_census
-from .contract import BUFFER_METHOD, COVERED, ROLLOUT_METHOD, SafetyContract, check_bases, contract_of, trl_bases
-from .declared import declared_policy, flags_of, model_of, spell_dtype_as_trl_does
-from .device import detect_device
+from .contract import BUFFER_METHOD, COVERED, ROLLOUT_METHOD, SafetyContract, check_bases, contract_of
+from .declared import (
+    check_adapters,
+    circumstances_of,
+    declared_policy,
+    flags_of,
+    fp32_patterns_of,
+    model_of,
+    spell_dtype_as_trl_does,
+)
+from .device import Device, detect_device
 from .dtypes import HALVES
 from .errors import PrecisionError, PrecisionWarning, refuse
 from .media import MEDIA_KEYS, MediaCaster, MediaCollator, MediaDecision
 from .policy import OFF, PrecisionPolicy, resolve
+from .preparation import Preparation, prepare, prepare_reference
 from .probing import meeting_dtypes
-from .settlement import QUANTIZED_ADAPTERS, Settlement, apply, settle
+from .settlement import Settlement, apply, settle
+from .signatures import by_name, default_output_dir, signature_of
 from .towers import unwrap
 
 
@@ -43,7 +56,8 @@ class PrecisionBase(Trainer):
     Attributes:
         precision_policy: What the run computes in, each decision with its reason.
         precision_census: What the model holds.
-        precision_settlement: What was done to the model.
+        precision_preparation: What its weights were brought to.
+        precision_settlement: Which dtype boundaries were placed in it.
         safety_contract: What the class covers, and which hooks have fired.
     """
 
@@ -53,9 +67,12 @@ class PrecisionBase(Trainer):
 
     precision_policy: PrecisionPolicy
     precision_census: Census
+    precision_preparation: Preparation
     precision_settlement: Settlement
     safety_contract: SafetyContract
-    _model_is_live: bool  # whether the user passed the model itself; PrecisionMixin sees it
+    # What PrecisionMixin sees before TRL does.
+    _model_is_live: bool
+    _adapter_guard: AdapterGuard
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -71,33 +88,61 @@ class PrecisionBase(Trainer):
         super().__init__(*args, **kwargs)
         self._check_accelerator()
 
+    @classmethod
+    def precision_device(cls, args: Any) -> Device:
+        """The device of a run, as far as precision is concerned.
+
+        Args:
+            args: The training arguments.
+        """
+        return detect_device(args.device)
+
     def _adapters_ready(self, model: nn.Module) -> None:
         """The PEFT init hook: TRL has made, and perhaps cast, the adapters of `model`; no optimizer exists.
 
         Args:
             model: The policy model as TRL hands it to `Trainer.__init__`, still where it was loaded.
+
+        Raises:
+            PrecisionError: If TRL cast adapters whose bits could not be kept.
         """
         self.safety_contract.fired["adapters"] += 1
+        missed = self._adapter_guard.release(model)
+        if missed:
+            given = f"{len(missed)} bfloat16 trainables of a quantised model, such as {missed[0]}"
+            raise PrecisionError([refuse("adapters-not-captured", given, version=metadata.version("trl"))])
 
     def _settle(self, model: nn.Module, training_args: Any) -> None:
-        """Decides on the live model, refuses what cannot work, and places the boundaries."""
+        """Decides on the live model, refuses what cannot work, prepares the weights, and places the boundaries."""
         self._adapters_ready(model)
-        self.precision_census = take_census(model)
-        self.precision_policy = resolve(
-            flags_of(training_args, type(self)),
-            detect_device(training_args.device),
-            model_of(self.precision_census, live=self._model_is_live),
-        )
+        device = self.precision_device(training_args)
+        counted = model_of(take_census(model), live=self._model_is_live)
+        self.precision_policy = resolve(flags_of(training_args, type(self)), device, counted)
         self.precision_policy.check()
+        self.precision_preparation = prepare(
+            model,
+            self.precision_policy,
+            circumstances_of(training_args, device, self._adapter_guard.fresh),
+            upcast=getattr(training_args, "upcast_trainables", True),
+            fp32_patterns=fp32_patterns_of(training_args),
+        )
+        self.precision_census = take_census(model)
         # DeepSpeed casts the weights when it is initialised, after the census.
         late_cast = getattr(training_args, "deepspeed_plugin", None) is not None
         self.precision_settlement = settle(self.precision_policy, self.precision_census, late_cast)
         apply(self.precision_settlement, model)
         if training_args.process_index == 0:
-            for warning in (*self.precision_policy.warnings, *self.precision_settlement.warnings):
+            for warning in (*self.precision_policy.warnings, *self.precision_preparation.warnings):
                 warnings.warn(str(warning), PrecisionWarning, stacklevel=6)
             logger.info("precision policy\n%s", self.precision_policy)
+            logger.info("weights\n%s", self.precision_preparation)
             logger.info("dtype boundaries\n%s", self.precision_settlement)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Builds the accelerator, and gives its loss scaler what the config says."""
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.scaler is not None:
+            scaler.configure(self.accelerator.scaler, self.args)
 
     def _check_mixed_weights(self, model: nn.Module, processing_class: Any, dataset: Any) -> None:
         """Asks a model whose weights disagree whether it computes, on the kind of input that it will get."""
@@ -122,14 +167,6 @@ class PrecisionBase(Trainer):
         if actual != wanted and not silent_fp16:
             given = f"the training arguments ask for mixed precision {wanted!r}"
             problems.append(refuse("accelerator-disagrees", given, actual=actual))
-        halves = sorted(HALVES & set(self.precision_census.trainable))
-        if self.accelerator.scaler is not None and halves:
-            given = f"{' and '.join(halves)} trainable weights with fp16=True"
-            load = "`model.float()`" if self._model_is_live else "`model_init_kwargs={'dtype': 'float32'}`"
-            fix = f"{load}: autocast still computes in float16"
-            if self.precision_census.quantization is not None:
-                fix = f"a base that is not quantised: {QUANTIZED_ADAPTERS}"
-            problems.append(refuse("half-trainables-under-loss-scaling", given, fix=fix))
         if problems:
             raise PrecisionError(problems)
 
@@ -232,6 +269,7 @@ class PrecisionMixin:
     __signature__: ClassVar[inspect.Signature]
 
     # What PrecisionBase brings, for the type checker.
+    args: Any
     accelerator: Any
     model: Any
     safety_contract: SafetyContract
@@ -245,19 +283,24 @@ class PrecisionMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_bases(cls, PrecisionMixin, PrecisionBase)
-        cls.__signature__ = _signature(cls.__mro__)  # what `help` and editors show
+        cls.__signature__ = signature_of(cls.__mro__)  # what `help` and editors show
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         mro = type(self).__mro__
-        arguments = _by_name(_signature(mro[mro.index(PrecisionMixin) + 1 :]), args, kwargs)
+        arguments = by_name(signature_of(mro[mro.index(PrecisionMixin) + 1 :]), args, kwargs)
         self._model_is_live = isinstance(arguments.get("model"), nn.Module)
         if arguments.get("args") is None and self.config_class is not None:
-            arguments["args"] = self.config_class(_default_output_dir(arguments.get("model"), type(self)))
+            arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
         if arguments.get("args") is not None:
             declared_policy(arguments["args"], arguments.get("model"), type(self)).check()
             spell_dtype_as_trl_does(arguments["args"])
-        super().__init__(**arguments)
-        for model in self._media_models()[1:]:
+        check_adapters(arguments.get("model"), arguments.get("peft_config"))
+        with adapters_held(type(self), arguments.get("model")) as self._adapter_guard:
+            super().__init__(**arguments)
+        policy, *others = self._media_models()
+        for model in others:
+            if type(model) is type(policy):
+                prepare_reference(model, fp32_patterns_of(self.args))
             apply(self.precision_settlement_of(model), model)
 
     def precision_settlement_of(self, model: nn.Module) -> Settlement:
@@ -310,45 +353,10 @@ def _generates_elsewhere(trainer: Any, args: Any) -> str | None:
     return "as asked by rollout_compute='stock'" if getattr(args, "rollout_compute", None) == "stock" else None
 
 
-def _signature(classes: Iterable[type]) -> inspect.Signature:
-    """How the first of some classes that names its arguments is built.
-
-    One that takes `*args` hands them on to the next, and may take keywords of its own.
-    """
-    own: dict[str, inspect.Parameter] = {}
-    for cls in classes:
-        if "__init__" in vars(cls):
-            signature = inspect.signature(vars(cls)["__init__"])
-            named = list(signature.parameters.values())[1:]  # without self
-            if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in named):
-                own = {name: parameter for name, parameter in own.items() if name not in signature.parameters}
-                last = [parameter for parameter in named if parameter.kind is parameter.VAR_KEYWORD]
-                first = [parameter for parameter in named if parameter.kind is not parameter.VAR_KEYWORD]
-                return signature.replace(parameters=[*first, *own.values(), *last])
-            own |= {parameter.name: parameter for parameter in named if parameter.kind is parameter.KEYWORD_ONLY}
-    return inspect.Signature()
-
-
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by keyword: their order differs between releases of TRL."""
-    bound = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            bound.update(bound.pop(name, {}))
-    return bound
-
-
 def _next_method(trainer: PrecisionMixin, name: str) -> Callable[..., Any]:
     """The method that comes after `PrecisionMixin`; not every TRL trainer has each of them."""
     method: Callable[..., Any] = getattr(super(PrecisionMixin, trainer), name)
     return method
-
-
-def _default_output_dir(model: Any, trainer_class: type) -> str:
-    """The folder that TRL would name, e.g. `Qwen2.5-VL-3B-GRPO`."""
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
-    algorithm = getattr(trl_bases(trainer_class)[0], "_name", None) or trl_bases(trainer_class)[0].__name__
-    return f"{name.rstrip('/').split('/')[-1]}-{algorithm}"
 
 
 def _base_model(value: Any) -> nn.Module | None:

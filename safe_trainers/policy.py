@@ -18,6 +18,8 @@ OFF = "off"
 _FLASH_ATTENTION = re.compile(r"flash[-_]?att")
 """How the names of flash attention implementations are spelt, those of kernel repositories included."""
 ROLLOUT_COMPUTE = ("training", "stock")
+ADAPTER_DTYPES = (AUTO, FLOAT32, BFLOAT16)
+AS_MADE = "as made"
 FLAG_OF = {BFLOAT16: "bf16", FLOAT16: "fp16"}
 
 
@@ -44,6 +46,7 @@ class Flags:
         precision: The `precision` field of a Safe config, in any spelling of `parse_dtype`; `None` where unset.
         rollout_compute: `"training"` or `"stock"`.
         continuous_batching: Whether transformers' continuous batching generates.
+        adapter_dtype: `"auto"`, `"float32"` or `"bfloat16"`, in any spelling of `parse_dtype`.
         config: Name of the Safe config class to recommend in messages, `None` where there is none for the trainer.
     """
 
@@ -52,6 +55,7 @@ class Flags:
     precision: str | None = None
     rollout_compute: str = "training"
     continuous_batching: bool = False
+    adapter_dtype: str = AUTO
     config: str | None = None
 
 
@@ -83,6 +87,8 @@ class PrecisionPolicy:
         autocast: Autocast dtype, or `"off"`.
         master: Dtype of trainable weights and of the optimizer's state.
         frozen_base: Dtype of weights that are not trained.
+        adapter: Dtype of adapter weights: `"float32"`, `"bfloat16"`, or `"as made"` by PEFT or the user. Single
+            tensors may keep more, as the preparation says.
         media: Dtype of media tensors: what the tower that consumes them holds.
         rollout: The context that generation runs in: `"training"` (the same as training's) or `"stock"`.
         reference: Dtype that the reference model computes in.
@@ -95,6 +101,7 @@ class PrecisionPolicy:
     autocast: Choice
     master: Choice
     frozen_base: Choice
+    adapter: Choice
     media: Choice
     rollout: Choice
     reference: Choice
@@ -216,19 +223,29 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
         compute = Choice(weights, f"no autocast ({autocast.reason}): operations follow the weights")
 
     if flags.rollout_compute not in ROLLOUT_COMPUTE:
-        found.append(_unknown_rollout_compute(flags.rollout_compute))
+        found.append(_unknown_choice("rollout_compute", flags.rollout_compute, ROLLOUT_COMPUTE))
     found += _contradictions(requested, autocast, compute, device, model, flags)
+    adapter, contradiction = _adapter(flags, device, model, compute, scaled)
+    found += contradiction
     aligned = flags.rollout_compute != "stock"
     if not aligned and autocast.value != OFF:
         warnings.append(warn("rollout-not-aligned", "rollout_compute='stock' under autocast"))
 
     loaded = Choice(weights, "as loaded: `model_init_kwargs['dtype']`, float32 by default in TRL")
     trained = " and ".join(sorted(model.trainable))
+    upcast = scaled and bool(model.trainable & (device.unscalable or frozenset()))
     return PrecisionPolicy(
         compute=compute,
         autocast=autocast,
-        master=Choice(trained, "what is trained, as TRL and PEFT made it") if trained else loaded,
+        master=(
+            Choice(FLOAT32, f"loss scaling needs it: {trained} is upcast before the optimizer exists")
+            if upcast
+            else Choice(trained, "what is trained, as PEFT or the user made it")
+            if trained
+            else loaded
+        ),
         frozen_base=loaded if model.quantization is None else Choice(model.quantization, "quantised, as loaded"),
+        adapter=adapter,
         media=Choice("tower", "each media tensor has the dtype of the tower that consumes it, where that is harmless"),
         rollout=Choice(
             "training" if aligned else "stock",
@@ -241,11 +258,33 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
     )
 
 
+def _adapter(
+    flags: Flags, device: Device, model: Model, compute: Choice, scaled: bool
+) -> tuple[Choice, list[Problem]]:
+    """What adapters are held in, as far as it follows from plain values."""
+    asked = parse_dtype(flags.adapter_dtype, field="adapter_dtype")
+    reason = f"adapter_dtype={flags.adapter_dtype!r}"
+    if asked not in ADAPTER_DTYPES:
+        return Choice(asked, reason), [_unknown_choice("adapter_dtype", flags.adapter_dtype, ADAPTER_DTYPES)]
+    if asked == BFLOAT16 and scaled and BFLOAT16 in (device.unscalable or ()):
+        given = f"{reason} with fp16=True"
+        return Choice(asked, reason), [refuse("adapter-dtype-cannot-be-scaled", given, device=device)]
+    if asked != AUTO:
+        return Choice(asked, reason), []
+    if scaled:
+        return Choice(FLOAT32, "the loss is scaled, and its scaler unscales float32 gradients"), []
+    if model.quantization is not None and compute.value == BFLOAT16 and not device.emulates_bf16:
+        return Choice(BFLOAT16, "a quantised base under bfloat16 compute, without loss scaling"), []
+    return Choice(AS_MADE, "the bits that PEFT or the user made"), []
+
+
 def _contradictions(
     requested: Choice, autocast: Choice, compute: Choice, device: Device, model: Model, flags: Flags
 ) -> Iterator[Problem]:
     """What cannot be computed as asked, on this device with these weights."""
-    clashing = (model.weights & HALVES) - {autocast.value} if autocast.value != OFF else frozenset()
+    # What is left of a quantised model besides its packed weights is small, and is brought to the compute dtype.
+    half = model.weights & HALVES if model.quantization is None else frozenset()
+    clashing = half - {autocast.value} if autocast.value != OFF else frozenset()
     for weights in sorted(clashing):
         wanted = autocast.value
         load = f"`model.to(torch.{wanted})`" if model.live else f"`model_init_kwargs={{'dtype': '{wanted}'}}`"
@@ -270,12 +309,12 @@ def _contradictions(
         yield refuse("continuous-batching-casts-weights", given, compute=requested.value)
 
 
-def _unknown_rollout_compute(value: str) -> Problem:
+def _unknown_choice(field: str, value: str, accepted: tuple[str, ...]) -> Problem:
     return refuse(
         "unknown-choice",
-        f"rollout_compute={value!r}",
+        f"{field}={value!r}",
         value=value,
-        accepted=", ".join(map(repr, ROLLOUT_COMPUTE)),
-        field="rollout_compute",
-        suggestion=nearest(str(value), ROLLOUT_COMPUTE) or ROLLOUT_COMPUTE[0],
+        accepted=", ".join(map(repr, accepted)),
+        field=field,
+        suggestion=nearest(str(value), accepted) or accepted[0],
     )

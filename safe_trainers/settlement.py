@@ -9,13 +9,11 @@ from torch import nn
 from .boundaries import guard_features, guard_leaves
 from .census import Census
 from .dtypes import FLOAT32, HALVES
-from .errors import Problem, warn
 from .policy import OFF, PrecisionPolicy
 from .towers import anatomy
 
 
 INPUT, OUTPUT = "input", "output"
-QUANTIZED_ADAPTERS = "TRL casts the adapters of a quantised model to bfloat16, whatever the arguments say"
 
 
 @dataclass(frozen=True)
@@ -40,18 +38,13 @@ class Settlement:
 
     Attributes:
         boundaries: The dtype boundaries to place; empty where no two dtypes can meet.
-        warnings: What is supported but loses precision.
     """
 
     boundaries: tuple[Boundary, ...]
-    warnings: tuple[Problem, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The settlement as plain values, ready for JSON."""
-        return {
-            "boundaries": [vars(boundary) for boundary in self.boundaries],
-            "warnings": [vars(warning) for warning in self.warnings],
-        }
+        return {"boundaries": [vars(boundary) for boundary in self.boundaries]}
 
     def __str__(self) -> str:
         lines = [f"{boundary.side} of {boundary.module}: {boundary.reason}" for boundary in self.boundaries]
@@ -69,7 +62,7 @@ def settle(policy: PrecisionPolicy, census: Census, late_cast: bool = False) -> 
     Returns:
         The settlement.
     """
-    return Settlement(tuple(_boundaries(policy, census, late_cast)), tuple(_warnings(census)))
+    return Settlement(tuple(_boundaries(policy, census, late_cast)))
 
 
 def apply(settlement: Settlement, model: nn.Module) -> None:
@@ -108,23 +101,6 @@ def _boundaries(policy: PrecisionPolicy, census: Census, late_cast: bool) -> Ite
         if given - {census.embeddings}:
             reason = f"towers give {_list(given)}, and the embeddings are {census.embeddings}"
             yield Boundary(OUTPUT, "features", reason)
-
-
-def _warnings(census: Census) -> Iterator[Problem]:
-    halves = {dtype: count for dtype, count in census.trainable.items() if dtype in HALVES}
-    if halves:
-        count, total = sum(halves.values()), sum(census.trainable.values())
-        example = census.trainable_names[next(iter(halves))]
-        fix = (
-            "`model_init_kwargs={'dtype': 'float32'}` with `bf16=True`: fp32 master weights, the same compute dtype; "
-            "`model.float()` for a model that you pass yourself"
-        )
-        if census.quantization is not None:
-            fix = f"a base that is not quantised: {QUANTIZED_ADAPTERS}"
-        yield warn(
-            "half-trainables", f"trainable weights in {_list(halves)}, such as {example}",
-            count=count, total=total, dtypes=_list(halves), fix=fix,
-        )  # fmt: skip
 
 
 def _list(dtypes: Any) -> str:

@@ -11,17 +11,76 @@ def test_my_trainer():
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import scaler
 from .boundaries import MATMUL_LEAVES
 from .census import take_census
 from .contract import ROLLOUT_METHOD, SafetyContract
-from .dtypes import from_torch
+from .dtypes import HALVES, from_torch
 from .media import MediaCaster
 from .towers import anatomy, is_quantized, unwrap
+
+
+class StrictGradScaler(torch.amp.GradScaler):
+    """A loss scaler for the CPU that refuses what CUDA's kernel refuses.
+
+    A stand-in: torch's CPU kernel unscales bfloat16 gradients, CUDA's has no such dtype, so a test with torch's own
+    CPU scaler proves nothing about a GPU.
+    """
+
+    UNSCALED = (torch.float32, torch.float64, torch.float16)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.dtype not in self.UNSCALED:
+                    kind = {torch.bfloat16: "BFloat16"}.get(parameter.grad.dtype, str(parameter.grad.dtype))
+                    raise NotImplementedError(
+                        f"\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for '{kind}'"
+                    )
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+def fp16_on_cpu(trainer_class: type) -> type:
+    """A trainer class whose `fp16=True` is real on a CPU: with autocast, and with a strict loss scaler.
+
+    accelerate builds neither there and says nothing, so that an fp16 test on a CPU tests float32.
+
+        trainer = fp16_on_cpu(SafeGRPOTrainer)(model, args=SafeGRPOConfig(fp16=True, use_cpu=True), ...)
+
+    Args:
+        trainer_class: Any trainer of transformers, TRL or this package.
+
+    Returns:
+        A subclass of the same name; without fp16, or on another device, it behaves as its base.
+    """
+
+    class Fp16OnCpu(trainer_class):
+        @classmethod
+        def precision_device(cls, args: Any) -> Any:
+            device = super().precision_device(args)
+            if device.kind != "cpu":
+                return device
+            refused = (name for name in sorted(HALVES) if not scaler.unscales(StrictGradScaler("cpu"), name))
+            return replace(device, unscalable=frozenset(refused))
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            accelerator = self.accelerator
+            if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+                accelerator.native_amp = True
+                accelerator.scaler = StrictGradScaler("cpu")
+                scaler.configure(accelerator.scaler, self.args)
+
+    Fp16OnCpu.__name__ = Fp16OnCpu.__qualname__ = trainer_class.__name__
+    return Fp16OnCpu
 
 
 class ComputeProbe:

@@ -19,8 +19,8 @@ from safe_trainers.device import Device
 
 
 CONFIGS = [SafeGRPOConfig, SafeRLOOConfig, SafeSFTConfig, SafeRewardConfig]
-T4 = Device("cuda", "Tesla T4", (7, 5))
-A100 = Device("cuda", "A100", (8, 0))
+T4 = Device("cuda", "Tesla T4", (7, 5), unscalable=frozenset({"bfloat16", "float16"}))
+A100 = Device("cuda", "A100", (8, 0), unscalable=frozenset({"bfloat16", "float16"}))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -33,11 +33,14 @@ def test_nothing_set_works_on_a_cpu_where_a_plain_config_refuses_itself(config, 
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_config_is_trls_with_two_fields_more(config):
+def test_the_config_is_trls_with_the_precision_settings(config):
     plain = getattr(trl, config.__name__.removeprefix("Safe"))
     assert issubclass(config, plain)
     added = {f.name for f in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(plain)}
-    assert added == {f.name for f in dataclasses.fields(PrecisionArguments)} == {"precision", "rollout_compute"}
+    assert added == {f.name for f in dataclasses.fields(PrecisionArguments)} == {
+        "precision", "rollout_compute", "adapter_dtype", "upcast_trainables", "fp32_modules", "save_dtype",
+        "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor", "loss_scale_backoff_factor",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,12 @@ def test_the_list_of_refusals_is_the_committed_one():
         "half-trainables-under-loss-scaling",
         "mixed-weights-cannot-meet",
         "accelerator-disagrees",
+        "adapter-dtype-cannot-be-scaled",
+        "adapters-not-captured",
+        "loss-scale-out-of-range",
+        "no-such-module",
+        "not-a-peft-config",
+        "int8-cannot-compute-in-float32",
     }
 
 

@@ -11,13 +11,15 @@ from safe_trainers.policy import Choice, Flags, Model, PrecisionPolicy, resolve
 
 
 CPU = Device("cpu", "CPU")
-MPS = Device("mps", "MPS")
-T4 = Device("cuda", "Tesla T4", (7, 5))
-V100 = Device("cuda", "V100", (7, 0))
-A100 = Device("cuda", "A100", (8, 0))
-H200 = Device("cuda", "H200", (9, 0))
-MI300 = Device("cuda", "MI300X", (9, 4), rocm=True)
-OLD_AMD = Device("cuda", "gfx90a", (7, 0), rocm=True)
+HALVES = frozenset({"bfloat16", "float16"})
+MPS = Device("mps", "MPS", unscalable=HALVES)
+T4 = Device("cuda", "Tesla T4", (7, 5), unscalable=HALVES)
+V100 = Device("cuda", "V100", (7, 0), unscalable=HALVES)
+A100 = Device("cuda", "A100", (8, 0), unscalable=HALVES)
+H200 = Device("cuda", "H200", (9, 0), unscalable=HALVES)
+MI300 = Device("cuda", "MI300X", (9, 4), rocm=True, unscalable=HALVES)
+OLD_AMD = Device("cuda", "gfx90a", (7, 0), rocm=True, unscalable=HALVES)
+FUTURE = Device("cuda", "A100", (8, 0), unscalable=frozenset({"float16"}))
 
 FP32, BF16, FP16 = (Model(frozenset({name})) for name in ("float32", "bfloat16", "float16"))
 UNKNOWN = Model()
@@ -42,7 +44,7 @@ TABLE = [
      ("half-weights-under-other-autocast",)),
     (Flags(bf16=False, fp16=True), CPU, FP16, "float16", "off", "off", ("fp16-on-cpu",)),
     (Flags(bf16=False, fp16=True), CPU, FP32, "float32", "off", "off", ("fp16-on-cpu",)),
-    (Flags(bf16=False, fp16=True), MPS, FP32, "float32", "off", "off", ("fp16-on-cpu",)),
+    (Flags(bf16=False, fp16=True), MPS, FP32, "float16", "float16", "dynamic", ()),
     (Flags(bf16=False, fp16=True), CPU, BF16, "bfloat16", "off", "off", ("fp16-on-cpu",)),
     (Flags(bf16=False), A100, FP32, "float32", "off", "off", ()),
     (Flags(bf16=False), A100, BF16, "bfloat16", "off", "off", ()),

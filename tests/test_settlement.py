@@ -57,12 +57,3 @@ def test_readable_and_serialisable():
     assert json.loads(json.dumps(settlement.to_dict()))["boundaries"][0]["module"] == "vision_tower"
     empty = settle(resolve(NONE, A100, Model()), census())
     assert str(empty) == "no boundaries: no two dtypes can meet in this model"
-
-
-def test_half_trainables_are_warned_about():
-    counted = Census({"weights": {"bfloat16": 9}}, {"bfloat16": 3, "float32": 1}, {"bfloat16": "layers.0.w"},
-                     "bfloat16", frozenset({"bfloat16"}), (), (), None, None)  # fmt: skip
-    (warning,) = settle(resolve(BF16, A100, Model(counted.weights)), counted).warnings
-    assert warning.id == "half-trainables"
-    assert "layers.0.w" in warning.given
-    assert warning.why.startswith("3 of 4 trainable elements are bfloat16")

@@ -1,0 +1,118 @@
+"""What is changed in a live model before anything is built on it: once, in place, one tensor at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from . import fp32_modules
+from .adapters import Circumstances, Decision, carry_out, decide, refuse_upcast, table
+from .dtypes import AUTO, HALVES, to_torch
+from .errors import PrecisionError, Problem, warn
+from .policy import PrecisionPolicy
+from .rounding import lost_share
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a model was brought to.
+
+    Attributes:
+        decisions: One for each trainable, and for each other parameter that was cast, with its reason.
+        warnings: What is supported but loses precision.
+    """
+
+    decisions: tuple[Decision, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The preparation as plain values, ready for JSON."""
+        return {
+            "decisions": [vars(decision) for decision in self.decisions],
+            "warnings": [vars(warning) for warning in self.warnings],
+        }
+
+    def __str__(self) -> str:
+        return table(self.decisions) or "nothing is trained"
+
+
+def prepare(
+    model: nn.Module,
+    policy: PrecisionPolicy,
+    circumstances: Circumstances,
+    upcast: bool = True,
+    fp32_patterns: tuple[str, ...] = (),
+) -> Preparation:
+    """Brings a model to what the policy decided; nothing is changed where it has to be refused.
+
+    Args:
+        model: The policy model, its adapters as PEFT made them.
+        policy: The policy of the run.
+        circumstances: What else the decisions on trainables depend on.
+        upcast: Whether half trainables may be upcast where the loss is scaled.
+        fp32_patterns: `fp32_modules`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        PrecisionError: With everything that cannot be prepared.
+    """
+    modules = fp32_modules.find_modules(model, fp32_patterns)
+    wide = fp32_modules.decide(model, modules)
+    covered = {decision.name for decision in wide}
+    trainables = tuple(d for d in decide(model, policy, circumstances) if d.name not in covered)
+    refused = None if upcast else refuse_upcast(trainables)
+    if refused is not None:
+        raise PrecisionError([refused])
+    fp32_modules.guard(model, modules)
+    decisions = (*wide, *trainables)
+    carry_out(model, decisions)
+    return Preparation(decisions, tuple(_half_trainables(model, trainables, circumstances)))
+
+
+def prepare_reference(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Makes a second model of the run compute where the policy model does.
+
+    Args:
+        model: The reference, of the class of the policy model.
+        patterns: `fp32_modules`.
+    """
+    modules = fp32_modules.find_modules(model, patterns)
+    wide = fp32_modules.decide(model, modules)
+    fp32_modules.guard(model, modules)
+    carry_out(model, wide)
+
+
+def _half_trainables(
+    model: nn.Module, decisions: tuple[Decision, ...], circumstances: Circumstances
+) -> Iterator[Problem]:
+    """What is trained in half precision without the policy having found that it loses nothing."""
+    parameters = dict(model.named_parameters())
+    trained = [d for d in decisions if parameters[d.name].requires_grad]
+    halves = [d for d in trained if d.target in HALVES and (d.source == d.target or circumstances.asked != AUTO)]
+    if not halves:
+        return
+    dtypes = sorted({decision.target for decision in halves})
+    rate = circumstances.learning_rate
+    lost, elements = 0.0, sum(d.elements for d in halves)
+    for dtype in dtypes:
+        members = [d for d in halves if d.target == dtype]
+        share = lost_share((parameters[d.name] for d in members), rate, to_torch(dtype))
+        lost += share * sum(d.elements for d in members) / elements
+    adapter = any(".lora_" in d.name for d in halves)
+    fix = "`adapter_dtype='float32'`" if adapter else (
+        "`model_init_kwargs={'dtype': 'float32'}` with `bf16=True`: fp32 master weights, the same compute dtype; "
+        "`model.float()` for a model that you pass yourself"
+    )  # fmt: skip
+    yield warn(
+        "half-trainables",
+        f"trainable weights in {' and '.join(dtypes)}, such as {halves[0].name}",
+        count=elements,
+        total=sum(d.elements for d in trained),
+        dtypes=" and ".join(dtypes),
+        share=f"{lost:.0%}",
+        rate=f"{rate:g}",
+        fix=fix,
+    )
