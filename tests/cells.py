@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
+from policing import autocast_nesting
 
 import safe_trainers
 from safe_trainers import tiny
@@ -172,6 +173,6 @@ def reset_autocast() -> None:
     """Accelerate's autocast leaks out of a forward that failed."""
     for device in ("cpu", "cuda"):
         torch.set_autocast_enabled(device, False)
-    while torch.autocast_decrement_nesting() > 0:
-        pass
+    while autocast_nesting() > 0:  # below zero the cache of casts would never be cleared again
+        torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()

@@ -65,7 +65,15 @@ def read_settings() -> dict[str, Any]:
     for device_type in DEVICE_TYPES:
         settings[f"autocast on {device_type}"] = torch.is_autocast_enabled(device_type)
         settings[f"autocast dtype on {device_type}"] = torch.get_autocast_dtype(device_type)
+    settings["autocast nesting"] = autocast_nesting()
     return settings
+
+
+def autocast_nesting() -> int:
+    """How many autocast regions are open; other than zero, the cache of casts lives on and its gradients get lost."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 def list_names(folder: Path) -> frozenset[str]:
@@ -148,6 +156,10 @@ def restore(before: State) -> None:
     for device_type in DEVICE_TYPES:
         torch.set_autocast_enabled(device_type, settings[f"autocast on {device_type}"])
         torch.set_autocast_dtype(device_type, settings[f"autocast dtype on {device_type}"])
+    while autocast_nesting() < settings["autocast nesting"]:
+        torch.autocast_increment_nesting()
+    while autocast_nesting() > settings["autocast nesting"]:
+        torch.autocast_decrement_nesting()
 
 
 def reset_accelerate() -> None:

@@ -38,6 +38,7 @@ LEAKS = {
     "autocast cuda": ("torch.set_autocast_enabled('cuda', True)", "autocast on cuda was False and is True"),
     "autocast dtype cpu": ("torch.set_autocast_dtype('cpu', torch.float16)", "autocast dtype on cpu"),
     "autocast dtype cuda": ("torch.set_autocast_dtype('cuda', torch.bfloat16)", "autocast dtype on cuda"),
+    "autocast nesting": ("torch.autocast_decrement_nesting()", "autocast nesting was 0 and is -1"),
     "file": ("open('left_over.txt', 'w').close()", "left_over.txt"),
     "folder": ("os.mkdir('runs')", "file left over"),
     "working directory": ("os.chdir(os.path.dirname(os.getcwd()))", "working directory was changed"),
@@ -51,6 +52,7 @@ def test_after():
     assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
     assert torch.get_autocast_dtype("cpu") is torch.bfloat16
     assert torch.get_autocast_dtype("cuda") is torch.float16
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
     assert os.environ["HF_HUB_OFFLINE"] == "1" and "SAFE_TRAINERS_LEAK" not in os.environ
     assert os.getcwd() == HERE
 """

@@ -1,0 +1,152 @@
+"""No bit of an adapter is lost between PEFT and the first step, on quantised bases of every TRL trainer."""
+
+import itertools
+import sys
+from dataclasses import dataclass
+
+import cells
+import pytest
+import torch
+from cells import Cell
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+
+
+pytest.importorskip("bitsandbytes")
+
+TASKS = [("grpo", 0.0), ("grpo", 0.1), ("rloo", 0.0), ("rloo", 0.1), ("sft", 0.0), ("reward", 0.0)]
+METHODS = ("fresh", "given", "dora", "save-fp32", "save-fp16", "pissa-config", "pissa-model")
+QUANTIZED = {"4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "8bit": {"load_in_8bit": True}}
+
+
+@dataclass(frozen=True)
+class Row:
+    method: str
+    task: str
+    beta: float
+    base: str  # "4bit", "8bit" or "full"
+
+    def __str__(self):
+        return f"{self.method}-{self.task}-beta{self.beta:g}-{self.base}"
+
+
+def rows(*bases):
+    return [Row(method, task, beta, base) for method, (task, beta), base in itertools.product(METHODS, TASKS, bases)]
+
+
+def load(row, source, base):
+    """A tiny model, quantised as it is loaded; a reward model has one score."""
+    auto = AutoModelForSequenceClassification if row.task == "reward" else AutoModelForCausalLM
+    extra = {"num_labels": 1} if row.task == "reward" else {}
+    if base != "full":
+        # PEFT draws a PiSSA adapter from weights that are not packed.
+        skipped = ["q_proj", "v_proj", "lm_head", "score"] if row.method == "pissa-config" else None
+        extra["quantization_config"] = BitsAndBytesConfig(**QUANTIZED[base], llm_int8_skip_modules=skipped)
+    torch.manual_seed(0)
+    dtype = torch.float16 if row.method == "save-fp16" else torch.float32
+    return auto.from_pretrained(source, dtype=dtype, **extra)
+
+
+def given_model(row, folder):
+    """A model with an adapter that holds something."""
+    torch.manual_seed(0)
+    if row.method == "pissa-model":
+        # As PEFT documents it: the residual is quantised, and the principal part is the adapter.
+        whole = get_peft_model(load(row, cells.folder("text"), "full"), peft_config(row))
+        whole.peft_config["default"].init_lora_weights = True
+        whole.save_pretrained(folder / "adapter")
+        whole.unload().save_pretrained(folder / "residual")
+        AutoTokenizer.from_pretrained(cells.folder("text")).save_pretrained(folder / "residual")
+        return PeftModel.from_pretrained(
+            load(row, folder / "residual", row.base), folder / "adapter", is_trainable=True
+        )
+    model = get_peft_model(load(row, cells.folder("text"), row.base), peft_config(row))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def peft_config(row):
+    head = "score" if row.task == "reward" else "lm_head"
+    return LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        task_type="SEQ_CLS" if row.task == "reward" else "CAUSAL_LM",
+        use_dora=row.method == "dora",
+        init_lora_weights="pissa" if row.method.startswith("pissa") else True,
+        modules_to_save=[head] if row.method.startswith("save") else None,
+    )
+
+
+def trainables(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def build(row, trainer_class, monkeypatch, folder, **changes):
+    """A trainer and a clone of every trainable, taken when PEFT had finished."""
+    cell = Cell("text", row.task, "fp32", changes.pop("flag", None), beta=row.beta)
+    made = cells.arguments(cell, changes.pop("config", cells.PLAIN[row.task]), model_init_kwargs=None, **changes)
+    clones = {}
+    if row.method in ("given", "pissa-model"):
+        made["model"] = given_model(row, folder)
+        clones.update(trainables(made["model"]))
+    else:
+        made["model"] = load(row, cells.folder("text"), row.base)
+        made["peft_config"] = peft_config(row)
+        module = sys.modules[cells.STOCK[row.task].__module__]
+        original = module.get_peft_model
+
+        def cloning(*args, **kwargs):
+            model = original(*args, **kwargs)
+            clones.update(trainables(model))
+            return model
+
+        monkeypatch.setattr(module, "get_peft_model", cloning)
+    return trainer_class(**made), clones
+
+
+def changed(trainer, clones):
+    """Names of the trainables that are not bit for bit what PEFT made."""
+    held = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert held.keys() == clones.keys()
+    assert len(held) >= 4
+    return [name for name, p in held.items() if p.dtype != clones[name].dtype or not torch.equal(p, clones[name])]
+
+
+@pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
+@pytest.mark.parametrize("row", rows("4bit", "8bit"), ids=str)
+def test_every_bit_is_kept_where_stock_keeps_none(row, monkeypatch, tmp_path):
+    trainer, clones = build(row, cells.SAFE[row.task], monkeypatch, tmp_path)
+    assert changed(trainer, clones) == []
+    stock, clones = build(row, cells.STOCK[row.task], monkeypatch, tmp_path)
+    assert len(changed(stock, clones)) >= 4
+
+
+@pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
+@pytest.mark.parametrize("row", rows("full"), ids=str)
+def test_unquantised_adapters_are_those_of_stock(row, monkeypatch, tmp_path):
+    trainer, clones = build(row, cells.SAFE[row.task], monkeypatch, tmp_path)
+    assert changed(trainer, clones) == []
+    stock, _ = build(row, cells.STOCK[row.task], monkeypatch, tmp_path)
+    held = trainables(stock.model)
+    assert changed(trainer, held) == []
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+@pytest.mark.parametrize("adapter_dtype", ["auto", "bfloat16"])
+def test_policy_and_reference_adapters_start_bit_equal(task, adapter_dtype, monkeypatch, tmp_path):
+    """Stock rounds the policy's and not the frozen reference's: the first KL divergence is not zero."""
+    row = Row("given", task, 0.1, "4bit")
+
+    def differing(trainer):
+        held = dict(trainer.model.named_parameters())
+        pairs = [(p, held[name.replace(".default.", ".ref.")]) for name, p in held.items() if ".default." in name]
+        assert len(pairs) == 4
+        return sum(a.dtype != b.dtype or not torch.equal(a, b) for a, b in pairs)
+
+    changes = {"config": cells.SAFE_CONFIG[task], "adapter_dtype": adapter_dtype, "flag": "bf16"}
+    safe, _ = build(row, cells.SAFE[task], monkeypatch, tmp_path, **changes)
+    assert differing(safe) == 0
+    stock, _ = build(row, cells.STOCK[task], monkeypatch, tmp_path, flag="bf16")
+    assert differing(stock) == 4
