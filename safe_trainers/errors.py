@@ -4,6 +4,7 @@
 Exception
 └── SafeTrainersError
     ├── PrecisionError        (ValueError)   a run that would crash or lose precision, refused at construction
+    │   └── CheckpointError                  a checkpoint that cannot be resumed from, or weights that cannot be saved
     ├── ContractError         (TypeError)    a trainer class whose bases are in the wrong order
     ├── RecipeError           (ValueError)   a recipe, command line or dataset that cannot be run
     └── UnsupportedVersionError (ImportError) TRL or transformers outside the supported range
@@ -18,6 +19,7 @@ stock trains correctly must train. `REFUSALS` is the whole list, so that it can 
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class SafeTrainersError(Exception):
@@ -88,16 +90,27 @@ class PrecisionError(SafeTrainersError, ValueError):
 
     Args:
         problems: What was found, each with what was passed, why it fails and the line to write.
+
+    Attributes:
+        subject: What the problems are with, for the first line.
     """
+
+    subject: ClassVar[str] = "the precision of this run"
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__(f"{head} with the precision of this run:\n" + "\n".join(f"- {p}" for p in self.problems))
+        super().__init__(f"{head} with {self.subject}:\n" + "\n".join(f"- {p}" for p in self.problems))
 
     def __reduce__(self) -> tuple[type["PrecisionError"], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
+
+
+class CheckpointError(PrecisionError):
+    """A checkpoint that cannot be resumed from, or weights that cannot be saved as asked; nothing was overwritten."""
+
+    subject = "the checkpoints of this run"
 
 
 def _index(*findings: Finding) -> dict[str, Finding]:
@@ -181,6 +194,38 @@ REFUSALS = _index(
         "{fix}",
     ),
     Finding(
+        "weights-overflow",
+        "the largest number of {target} is {limit}: they would become infinite.",
+        "load the model in bfloat16 or float32, `model_init_kwargs={{'dtype': 'bfloat16'}}`, with `bf16=True`",
+    ),
+    Finding(
+        "quantised-weights-overflow-fp16",
+        "float16 ends at 65504: {what} become infinite, and the loss is no number.",
+        "{fix}",
+    ),
+    Finding(
+        "unknown-quantizer",
+        "what layers of {method} compute in, and what they need beside them, is not known here; known are the 4-bit "
+        "and 8-bit layers of bitsandbytes, and models that were dequantised while they were loaded.",
+        "{fix}",
+    ),
+    Finding(
+        "bitsandbytes-missing",
+        "it is quantised by bitsandbytes, which is {state}.",
+        "pip install 'bitsandbytes>={minimum}'",
+    ),
+    Finding(
+        "quantised-head",
+        "a packed weight gets no gradient, and a head that the checkpoint lacks is never packed: its layer cannot "
+        "compute.",
+        "{fix}",
+    ),
+    Finding(
+        "bnb-compute-dtype-contradicts",
+        "what the packed layers compute is rounded to the dtype around them anyway, and two half formats do not mix.",
+        "drop `bnb_4bit_compute_dtype`: it follows the compute dtype of the run",
+    ),
+    Finding(
         "accelerator-disagrees",
         "the accelerator that was built runs mixed precision {actual!r}; an accelerate config, or "
         "ACCELERATE_MIXED_PRECISION in the environment, overrides the training arguments.",
@@ -190,6 +235,21 @@ REFUSALS = _index(
         "unknown-choice",
         "{value!r} is not one of {accepted}.",
         "{field}={suggestion!r}",
+    ),
+    Finding(
+        "no-complete-checkpoint",
+        "it holds no checkpoint that is marked as complete: {found}.",
+        "{fix}",
+    ),
+    Finding(
+        "checkpoint-damaged",
+        "the checkpoint is not whole: {faults}. Loading it would stop half-way, or go on with what is left.",
+        "{fix}",
+    ),
+    Finding(
+        "save-dtype-overflows",
+        "{name} holds {value}, and float16 ends at 65,504: it would be saved as infinity.",
+        "`save_dtype='bfloat16'`, which has float32's range, or none: weights are then saved as they are held",
     ),
 )
 """Every refusal that a trainer or a config of this package can make, by id."""
@@ -214,10 +274,28 @@ WARNINGS = _index(
         "pass the adapter's own base, `AutoModelForCausalLM.from_pretrained({trained!r})`",
     ),
     Finding(
+        "int8-computes-in-fp16",
+        "bitsandbytes rounds what enters an 8-bit layer to float16{where}, whatever the run computes in: what is "
+        "beyond 65504 becomes infinite.",
+        "`load_in_4bit=True`, whose layers compute in the dtype of the run, or `fp16=True`",
+    ),
+    Finding(
         "rollout-not-aligned",
         "`rollout_compute='stock'` leaves generation as upstream has it: part of the model may compute in another "
         "dtype in the rollout than in training.",
         "drop `rollout_compute='stock'`",
+    ),
+    Finding(
+        "window-not-resumed",
+        "the rollouts that the checkpoint buffered do not fit this run: {changes}. They are generated anew, as TRL "
+        "does, and the run goes on differently from one that was never stopped.",
+        "keep these settings to resume exactly",
+    ),
+    Finding(
+        "state-not-saved",
+        "a checkpoint holds tensors, numbers, texts, lists and mappings only, so that loading it runs no code. "
+        "Without it, a run that is resumed here goes on differently from one that was never stopped.",
+        "{fix}",
     ),
 )
 """Every warning of this package, by id; each is given once per trainer."""

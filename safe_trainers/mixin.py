@@ -25,6 +25,7 @@ from transformers import Trainer
 from . import scaler
 from .captures import AdapterGuard, adapters_held
 from .census import Census, take_census
+from .checkpoints import ExactCheckpoints
 from .contract import BUFFER_METHOD, COVERED, ROLLOUT_METHOD, SafetyContract, check_bases, contract_of
 from .declared import (
     check_adapters,
@@ -256,7 +257,7 @@ class PrecisionBase(Trainer):
         return data.to(self.args.device) if isinstance(data, torch.Tensor) else data
 
 
-class PrecisionMixin:
+class PrecisionMixin(ExactCheckpoints):
     """Above TRL: what users and TRL call on `self`.
 
     A safe trainer of any TRL algorithm is `class SafeX(PrecisionMixin, XTrainer, PrecisionBase)`.

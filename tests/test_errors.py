@@ -36,6 +36,12 @@ def test_the_list_of_refusals_is_the_committed_one():
         "continuous-batching-casts-weights",
         "half-trainables-under-loss-scaling",
         "mixed-weights-cannot-meet",
+        "weights-overflow",
+        "quantised-weights-overflow-fp16",
+        "unknown-quantizer",
+        "bitsandbytes-missing",
+        "quantised-head",
+        "bnb-compute-dtype-contradicts",
         "accelerator-disagrees",
         "adapter-dtype-cannot-be-scaled",
         "adapters-not-captured",
@@ -43,6 +49,9 @@ def test_the_list_of_refusals_is_the_committed_one():
         "no-such-module",
         "not-a-peft-config",
         "int8-cannot-compute-in-float32",
+        "no-complete-checkpoint",
+        "checkpoint-damaged",
+        "save-dtype-overflows",
     }
 
 

@@ -1,0 +1,110 @@
+"""What `save_model` writes: the weights of the live model, cast to `save_dtype` on their way into the files."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checkpoint_files import replace_file
+from .dtypes import FLOAT16, FLOAT32, to_torch
+from .errors import CheckpointError, refuse
+from .towers import adapter_parameters, is_quantized, unwrap
+
+
+_FLOAT16_MAX = torch.finfo(torch.float16).max
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cast_weights(model: nn.Module, state_dict: dict[str, Any], dtype: str) -> tuple[dict[str, Any], str]:
+    """Casts the weights that a file will hold.
+
+    Never cast: buffers, packed weights and what belongs to them, and weights that the model's class wants in float32.
+
+    Args:
+        model: The model, wrapped by PEFT or not.
+        state_dict: Its weights by name; not changed.
+        dtype: Canonical name of the dtype.
+
+    Returns:
+        A new mapping, tied weights still one tensor; and in words, what was left as it was.
+
+    Raises:
+        CheckpointError: If a finite weight becomes infinite.
+    """
+    target, plan = to_torch(dtype), _kept_in_float32(model, dtype)
+    written = _beside_base(model) if hasattr(model, "peft_config") else None
+    cast: dict[str, torch.Tensor] = {}
+    kept: list[str] = []
+    for name, parameter in model.named_parameters():
+        tensor = state_dict.get(name)
+        if tensor is None or (written is not None and id(parameter) not in written):
+            continue
+        if (
+            is_quantized(parameter)
+            or tensor.dtype not in _WEIGHT_DTYPES
+            or tensor.is_meta
+            or (plan and plan.search(name))
+        ):
+            kept.append(name)
+            continue
+        if dtype == FLOAT16 and tensor.dtype != torch.float16 and tensor.numel():
+            largest = tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+            if largest > _FLOAT16_MAX:
+                given = f"save_dtype={dtype!r}"
+                raise CheckpointError([refuse("save-dtype-overflows", given, name=name, value=f"{largest:,.0f}")])
+        cast[name] = tensor.to(target)
+    by_tensor = {_same(state_dict[name]): tensor for name, tensor in cast.items()}
+    made = {
+        name: by_tensor.get(_same(value), value) if isinstance(value, torch.Tensor) else value
+        for name, value in state_dict.items()
+    }
+    return made, f"{len(kept)} weights such as {kept[0]}" if kept else ""
+
+
+def _same(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A key that is equal for two names of one tensor, as tied weights are."""
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _beside_base(model: nn.Module) -> set[int]:
+    """The parameters, by identity, that PEFT may write: adapters, what else is trained, and resized embeddings."""
+    base = unwrap(model)
+    embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]  # type: ignore[operator]
+    beside = [
+        *adapter_parameters(model),
+        *(p for module in embeddings if module is not None for p in module.parameters()),
+    ]
+    return {id(p) for p in (*beside, *(p for p in model.parameters() if p.requires_grad))}
+
+
+def _kept_in_float32(model: nn.Module, dtype: str) -> re.Pattern[str] | None:
+    """The weights that `from_pretrained` would load in float32 whatever it is asked for."""
+    lists = ["_keep_in_fp32_modules_strict"] * (dtype != FLOAT32) + ["_keep_in_fp32_modules"] * (dtype == FLOAT16)
+    names = sorted({name for attribute in lists for name in getattr(model, attribute, None) or ()})
+    return re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in names)) if names else None
+
+
+def declare_dtype(config: Path, dtype: str) -> None:
+    """Writes the dtype into a config file, also for the parts of a composed model.
+
+    Args:
+        config: The file; where there is none, nothing is done.
+        dtype: Canonical name of the dtype.
+    """
+    if not config.is_file():
+        return
+
+    def declared(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: dtype if key == "dtype" and isinstance(entry, str)
+            else entry if key == "quantization_config" else declared(entry)
+            for key, entry in value.items()
+        }  # fmt: skip
+
+    text = json.dumps(declared(json.loads(config.read_text(encoding="utf-8"))), indent=2, sort_keys=True) + "\n"
+    replace_file(config, lambda file: file.write(text.encode()))
