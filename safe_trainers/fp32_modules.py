@@ -69,7 +69,7 @@ def find_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Modu
 
 
 def decide(model: nn.Module, modules: Iterable[str]) -> tuple[Decision, ...]:
-    """What has to be cast so that modules hold float32: their half weights, adapters included.
+    """What modules hold so that they compute in float32: all weights in it, adapters included.
 
     Args:
         model: The model that the modules were found in.
@@ -83,7 +83,7 @@ def decide(model: nn.Module, modules: Iterable[str]) -> tuple[Decision, ...]:
     return tuple(
         Decision(name, from_torch(p.dtype), FLOAT32, "fp32_modules", p.numel())
         for name, p in model.named_parameters()
-        if id(p) in chosen and not is_quantized(p) and from_torch(p.dtype) in HALVES
+        if id(p) in chosen and not is_quantized(p)
     )
 
 

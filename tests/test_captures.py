@@ -1,0 +1,121 @@
+"""The captures that construction needs: what they hold, and that each is undone."""
+
+import sys
+
+import cells
+import pytest
+import torch
+import trl
+from cells import Cell
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import safe_trainers.captures as captures
+from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, SafeGRPOTrainer, SafeSFTTrainer
+from safe_trainers.captures import AdapterGuard, adapters_held
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+MODULES = ("sft_trainer", "grpo_trainer", "rloo_trainer", "reward_trainer")
+
+
+def quantized():
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    return AutoModelForCausalLM.from_pretrained(cells.folder("text"), quantization_config=config)
+
+
+def makers():
+    return {name: vars(sys.modules[f"trl.trainer.{name}"])["get_peft_model"] for name in MODULES}
+
+
+def arguments(task="sft", **changes):
+    made = cells.arguments(Cell("text", task, "fp32", None), cells.PLAIN[task], model_init_kwargs=None)
+    return {**made, **changes}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_trainer_makes_its_adapters_by_the_name_that_is_captured(module):
+    assert makers()[module] is get_peft_model
+
+
+def test_the_capture_is_undone_after_construction_and_after_a_failure():
+    SafeSFTTrainer(**arguments(peft_config=LORA))
+    assert set(makers().values()) == {get_peft_model}
+    wrong = LoraConfig(target_modules=["no_such_module"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="no_such_module"):
+        SafeSFTTrainer(**arguments(peft_config=wrong))
+    assert set(makers().values()) == {get_peft_model}
+
+
+def test_a_given_model_is_as_it_was_after_a_failure():
+    model = get_peft_model(quantized(), LORA)
+    before = {name: (p.requires_grad, p.dtype, p.data_ptr()) for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="peft_config"):
+        SafeSFTTrainer(**arguments(model=model, peft_config=LORA))
+    assert {name: (p.requires_grad, p.dtype, p.data_ptr()) for name, p in model.named_parameters()} == before
+
+
+def test_no_adapter_is_copied():
+    """The memory that PEFT wrote to is the memory that is trained."""
+    model = get_peft_model(quantized(), LORA)
+    before = {name: p.data_ptr() for name, p in model.named_parameters() if p.requires_grad}
+    trainer = SafeSFTTrainer(**arguments(model=model))
+    assert {name: p.data_ptr() for name, p in trainer.model.named_parameters() if p.requires_grad} == before
+    assert trainer._adapter_guard._held == {}
+
+
+def test_nothing_is_cast_while_the_guard_is_on(monkeypatch):
+    """Not one more tensor is alive at any time of construction than in stock, whose cast finds nothing to do."""
+    cast = []
+    original = torch.Tensor.to
+
+    def counting(self, *args, **kwargs):
+        if torch.bfloat16 in args and self.dtype == torch.float32:
+            cast.append(self.shape)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counting)
+    SafeGRPOTrainer(**arguments("grpo", model=quantized(), peft_config=LORA))
+    assert cast == []
+    trl.GRPOTrainer(**arguments("grpo", model=quantized(), peft_config=LORA))
+    assert len(cast) == 4
+
+
+def test_adapters_that_were_made_behind_the_guard_are_refused():
+    class Elsewhere(trl.SFTTrainer):
+        def __init__(self, model, **kwargs):
+            super().__init__(model=PeftModel(model, LORA), **kwargs)
+
+    class SafeElsewhere(PrecisionMixin, Elsewhere, PrecisionBase):
+        pass
+
+    with pytest.raises(PrecisionError, match=r"4 bfloat16 trainables of a quantised model, such as .*lora_A") as error:
+        SafeElsewhere(**arguments(model=quantized()))
+    assert f"TRL {trl.__version__} rounds the trainables" in str(error.value)
+
+
+def test_a_guard_holds_only_what_trl_casts():
+    guard = AdapterGuard()
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(cells.folder("text")), LORA)
+    guard.hold(model)
+    assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" in name)
+    assert guard.release(model) == []
+
+
+@pytest.mark.parametrize(("installed", "kept"), [(None, True), ("0.19.2", True), ("0.19.3", False), ("1.0", False)])
+def test_zero3_keeps_adapters_in_float32_where_deepspeed_can(installed, kept, monkeypatch):
+    """TRL asks PEFT for adapters in the base's dtype under ZeRO-3. DeepSpeed's version is a stand-in."""
+
+    def version(name):
+        if installed is None:
+            raise captures.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(captures.metadata, "version", version)
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
+    with adapters_held(trl.SFTTrainer, model) as guard:
+        made = makers()["sft_trainer"](model, LORA, autocast_adapter_dtype=False)
+    assert guard.fresh
+    dtypes = {p.dtype for name, p in made.named_parameters() if "lora_" in name}
+    assert dtypes == {torch.bfloat16 if kept else torch.float32}

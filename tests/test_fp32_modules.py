@@ -1,0 +1,190 @@
+"""Modules that compute in float32 under a half policy."""
+
+import copy
+
+import cells
+import pytest
+import torch
+from cells import Cell
+from peft import LoraConfig
+from policing import reset_accelerate
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
+
+from safe_trainers import PrecisionError, fp32_modules
+from safe_trainers.adapters import carry_out
+from safe_trainers.testing import fp16_on_cpu
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
+
+
+def text(dtype=torch.bfloat16, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=dtype, **kwargs)
+
+
+def found(*patterns, model=None):
+    return list(fp32_modules.find_modules(model or text(), list(patterns)))
+
+
+def test_patterns_are_names_ends_of_names_and_wildcards():
+    assert found("lm_head") == ["lm_head"]
+    assert found("model.norm") == ["model.norm"]
+    assert found("layers.0.mlp", "norm") == ["model.layers.0.mlp", "model.norm"]
+    assert found("*.q_proj") == ["model.layers.0.self_attn.q_proj"]
+    assert found("layers") == ["model.layers.0"]  # a list computes nothing; what is in it does
+    assert found("self_attn", "q_proj") == ["model.layers.0.self_attn"]  # the outermost
+    assert found() == []
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name():
+    with pytest.raises(PrecisionError) as error:
+        found("lm_heads", "vision_tower")
+    assert str(error.value) == (
+        "2 problems with the precision of this run:\n"
+        "- fp32_modules=['lm_heads', 'vision_tower']: 'lm_heads'\n"
+        "  why: no module of LlamaForCausalLM has a name that matches; did you mean 'lm_head'?.\n"
+        "  fix: fp32_modules=['lm_head']  [no-such-module]\n"
+        "- fp32_modules=['lm_heads', 'vision_tower']: 'vision_tower'\n"
+        "  why: no module of LlamaForCausalLM has a name that matches.\n"
+        "  fix: take a name from `model.named_modules()`  [no-such-module]"
+    )
+
+
+def build(family, task, modules, flag="fp16", model=None, lora=False, **changes):
+    reset_accelerate()
+    cell = Cell(family, task, "fp32", flag, lora=lora)
+    made = cells.arguments(cell, cells.SAFE_CONFIG[task], model_init_kwargs=None, fp32_modules=modules, **changes)
+    return fp16_on_cpu(cells.SAFE[task])(**{**made, **({} if model is None else {"model": model})})
+
+
+def overflowing(dtype=torch.float32):
+    """A Gemma 3 whose vision tower computes beyond 65,504, as the real one does."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_pretrained(cells.folder("gemma3"), dtype=dtype)
+    with torch.no_grad():
+        for name, module in model.model.vision_tower.named_modules():
+            if name.endswith("mlp"):
+                module.fc1.weight.mul_(300)
+                module.fc2.weight.mul_(3000)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("task", ["sft", "grpo"])
+def test_a_vision_tower_that_overflows_float16_trains(task, dtype):
+    """With float32 weights autocast would compute it in half; with half ones the tower is brought to float32."""
+
+    def norms():
+        return torch.tensor([e["grad_norm"] for e in trainer.state.log_history if "grad_norm" in e])
+
+    trainer = build("gemma3", task, None, model=overflowing(dtype), lora=True)
+    if task == "grpo":
+        with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
+            trainer.train()
+        cells.reset_autocast()
+    else:
+        trainer.train()
+        assert not torch.isfinite(norms()).any()
+    trainer = build("gemma3", task, ["vision_tower"], model=overflowing(dtype), lora=True)
+    trainer.train()
+    assert torch.isfinite(norms()).all()
+    tower = next(t for t in trainer.precision_census.towers if t.name == "vision_tower")
+    assert tower.dtype == "float32"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("flag", ["bf16", None])
+def test_both_boundaries_are_cast(flag, lora):
+    """A module in the middle of a half model, with autocast and without, trained and frozen."""
+    trainer = build("text", "sft", ["layers.0.mlp"], flag=flag, model=text(), lora=lora)
+    seen = {}
+    mlp = next(m for n, m in trainer.model.named_modules() if n.endswith("layers.0.mlp"))
+    mlp.down_proj.register_forward_hook(lambda m, args, out: seen.update(inside=(args[0].dtype, out.dtype)))
+    mlp.register_forward_hook(lambda m, args, out: seen.update(entering=args[0].dtype, leaving=out.dtype))
+    trainer.train()
+    assert seen["inside"] == (torch.float32, torch.float32)
+    assert seen["entering"] == torch.bfloat16
+    assert seen["leaving"] == (torch.float32 if flag else torch.bfloat16)
+    weights = {n: p.dtype for n, p in trainer.model.named_parameters() if ".mlp." in n}
+    assert set(weights.values()) == {torch.float32}
+    assert len([e for e in trainer.state.log_history if "loss" in e]) == 2
+
+
+def test_a_head_keeps_what_it_computed():
+    model = text()
+    inputs = {"input_ids": torch.arange(6)[None]}
+    rounded = model(**inputs).logits
+    modules = fp32_modules.find_modules(model, ["lm_head"])
+    decisions = fp32_modules.decide(model, modules)
+    fp32_modules.guard(model, modules)
+    carry_out(model, decisions)
+    logits = model(**inputs).logits
+    assert (rounded.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+    assert not torch.equal(logits, logits.bfloat16().float())
+    torch.testing.assert_close(logits.bfloat16(), rounded, rtol=0.02, atol=0.02)
+
+
+def test_a_copy_of_the_model_computes_alike_and_guarding_twice_changes_nothing():
+    model = text()
+    modules = fp32_modules.find_modules(model, ["mlp"])
+    decisions = fp32_modules.decide(model, modules)
+    fp32_modules.guard(model, modules)
+    fp32_modules.guard(model, modules)
+    carry_out(model, decisions)
+    assert {d.source for d in fp32_modules.decide(model, modules)} == {"float32"}
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.model.layers[0].mlp.down_proj.weight.zero_()
+    inputs = {"input_ids": torch.arange(6)[None]}
+    assert not torch.equal(copied(**inputs).logits, model(**inputs).logits)
+    assert copied.model.layers[0].mlp.forward.__self__ is copied.model.layers[0].mlp
+
+
+def test_adapters_inside_are_float32_too():
+    model = text(torch.float16)
+    trainer = build("text", "sft", ["q_proj"], flag="bf16", model=text(), lora=True, adapter_dtype="bfloat16")
+    dtypes = {n.split(".self_attn.")[1]: p.dtype for n, p in trainer.model.named_parameters() if "self_attn" in n}
+    assert {d for n, d in dtypes.items() if n.startswith("q_proj")} == {torch.float32}
+    assert {d for n, d in dtypes.items() if n.startswith("v_proj")} == {torch.bfloat16}
+    trainer.train()
+    assert model.dtype == torch.float16
+
+
+def test_packed_weights_stay_packed_and_compute_in_float32():
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = text(quantization_config=config)
+    trainer = build("text", "sft", ["mlp"], flag="bf16", model=model, lora=True)
+    layer = trainer.model.get_base_model().model.layers[0]
+    assert layer.mlp.up_proj.weight.dtype == torch.uint8
+    assert layer.mlp.up_proj.compute_dtype == layer.mlp.up_proj.weight.quant_state.dtype == torch.float32
+    assert layer.self_attn.k_proj.compute_dtype == torch.bfloat16
+    trainer.train()
+
+
+def test_eight_bit_weights_cannot():
+    pytest.importorskip("bitsandbytes")
+    model = text(torch.float16, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    with pytest.raises(PrecisionError, match="int8-cannot-compute-in-float32") as error:
+        build("text", "sft", ["mlp"], flag="bf16", model=model, lora=True)
+    assert "llm_int8_skip_modules=['mlp', 'lm_head']" in str(error.value)
+
+
+def test_the_reference_model_computes_where_the_policy_does():
+    trainer = build("text", "grpo", ["layers.0.mlp"], flag="bf16", beta=0.1)
+    for model in (trainer.model, trainer.ref_model):
+        assert hasattr(model.model.layers[0].mlp.forward.__func__, fp32_modules._MARK)
+
+
+def test_nothing_refused_is_half_done():
+    model = text(torch.float16)
+    with pytest.raises(PrecisionError, match="no-such-module"):
+        build("text", "sft", ["mlp", "nothing"], flag="fp16", model=model, lora=True)
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" not in name} == {torch.float16}
+
+
+def test_peft_wrappers_are_looked_through():
+    from peft import get_peft_model
+
+    model = get_peft_model(text(), LoraConfig(target_modules=["q_proj"]))
+    assert found("q_proj", model=model) == ["model.layers.0.self_attn.q_proj"]
