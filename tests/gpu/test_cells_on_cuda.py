@@ -34,9 +34,11 @@ def test_stock_crashes_in_one_of_them():
     assert "should be the same" in (outcome.error or "it trained")
 
 
-def test_half_trainables_under_the_real_scaler_are_refused():
-    outcome = cells.run(Cell("aria", "sft", "fp16", "fp16"), safe=True, use_cpu=False)
-    assert "half-trainables-under-loss-scaling" in (outcome.error or "it trained")
+def test_half_trainables_under_the_real_scaler_are_upcast():
+    stock = cells.run(Cell("text", "sft", "fp16", "fp16"), safe=False, use_cpu=False)
+    assert "Attempting to unscale FP16 gradients" in (stock.error or "it trained")
+    safe = cells.run(Cell("text", "sft", "fp16", "fp16"), safe=True, use_cpu=False)
+    assert safe.error is None
 
 
 def test_the_device_says_what_it_is():
