@@ -12,6 +12,9 @@ from .dtypes import from_torch
 from .towers import FEATURE_METHODS, adapter_parameters, anatomy, floating_parameters, is_quantized, unwrap
 
 
+BITSANDBYTES = "bitsandbytes"
+
+
 @dataclass(frozen=True)
 class Tower:
     """A module beside the text model.
@@ -109,7 +112,7 @@ def take_census(model: nn.Module) -> Census:
         text=_dtypes(parts.text),
         towers=tuple(_tower(name, module) for name, module in parts.towers.items()),
         features=tuple(name for name in FEATURE_METHODS if any(hasattr(c, name) for c in parts.containers)),
-        quantization=_quantization(base),
+        quantization=quantization_method(base),
         attn_implementation=getattr(getattr(base, "config", None), "_attn_implementation", None),
     )
 
@@ -119,6 +122,46 @@ def first_dtype(module: nn.Module) -> torch.dtype | None:
     return next((parameter.dtype for parameter in floating_parameters(module)), None)
 
 
+def bits(module: nn.Module) -> int | None:
+    """How many bits bitsandbytes packs the weights of one layer into.
+
+    Args:
+        module: Any module; PEFT's wrapper around a quantised layer is none.
+
+    Returns:
+        4 or 8; `None` for what is no layer of bitsandbytes.
+    """
+    names = [base.__name__ for base in type(module).__mro__ if base.__module__.partition(".")[0] == BITSANDBYTES]
+    return next((number for number in (4, 8) if any(f"{number}bit" in name for name in names)), None)
+
+
+def quantization_method(model: nn.Module) -> str | None:
+    """How the weights that a model holds now are quantised.
+
+    Read from its layers: `is_loaded_in_4bit` outlives `model.dequantize()`, and what was dequantised while it was
+    loaded is an ordinary model.
+
+    Args:
+        model: A transformers model, wrapped or not.
+
+    Returns:
+        `"4bit"` or `"8bit"` for bitsandbytes; transformers' name of another method, such as `"gptq"`; `None` for a
+        model that is not quantised.
+    """
+    base = unwrap(model)
+    for module in base.modules():
+        number = bits(module)
+        if number is not None and any(map(is_quantized, module.parameters(recurse=False))):
+            return f"{number}bit"
+    config = getattr(getattr(base, "hf_quantizer", None), "quantization_config", None)
+    method = getattr(config, "quant_method", None)
+    name = str(getattr(method, "value", method))  # an enum of strings prints as its member
+    if method is not None and name != BITSANDBYTES and not getattr(config, "dequantize", False):
+        return name
+    torchao = any(type(parameter).__module__.startswith("torchao.") for parameter in base.parameters())
+    return "torchao" if torchao else None
+
+
 def _dtypes(module: nn.Module) -> frozenset[str]:
     return frozenset(from_torch(parameter.dtype) for parameter in floating_parameters(module))
 
@@ -126,12 +169,3 @@ def _dtypes(module: nn.Module) -> frozenset[str]:
 def _tower(name: str, module: nn.Module) -> Tower:
     first = first_dtype(module)
     return Tower(name, None if first is None else from_torch(first), _dtypes(module))
-
-
-def _quantization(model: nn.Module) -> str | None:
-    if getattr(model, "is_loaded_in_4bit", False):
-        return "4bit"
-    if getattr(model, "is_loaded_in_8bit", False):
-        return "8bit"
-    method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    return None if method is None else str(getattr(method, "quant_method", method))
