@@ -25,8 +25,8 @@ class AdapterGuard:
     """Keeps the bits of a quantised model's trainables while TRL builds a trainer around them.
 
     TRL casts what requires a gradient. So what PEFT made is held and does not require one until the guard is released,
-    right before `Trainer.__init__`: nothing is rounded, and nothing is copied. Where PEFT turns gradients on again in
-    between (a second adapter for the reference), TRL's cast is undone with the tensor that was held.
+    right before `Trainer.__init__`: nothing is rounded, and nothing is copied. Should something turn gradients on
+    again in between, TRL's cast is undone with the tensor that was held.
 
     Attributes:
         fresh: Whether the adapters were made while the guard was on, by a `peft_config`.

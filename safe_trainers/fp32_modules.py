@@ -90,8 +90,8 @@ def decide(model: nn.Module, modules: Iterable[str]) -> tuple[Decision, ...]:
 def guard(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """Makes modules compute in float32, whatever comes in, with autocast off inside.
 
-    What comes out: under autocast it stays float32: the next operation casts by itself, and a residual stream
-    that overflows float16 has to be able to go on; without autocast it has the dtype of the model around it again. A head
+    What comes out: under autocast it stays float32: the next operation casts by itself, and a residual stream that
+    overflows float16 has to be able to go on; without autocast it has the dtype of the model around it again. A head
     whose output leaves the model is never rounded.
 
     Args:

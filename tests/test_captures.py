@@ -78,6 +78,11 @@ def test_nothing_is_cast_while_the_guard_is_on(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", counting)
     SafeGRPOTrainer(**arguments("grpo", model=quantized(), peft_config=LORA))
     assert cast == []
+    with_reference = cells.PLAIN["grpo"](**cells.settings(Cell("text", "grpo", "fp32", None, beta=0.1)))
+    given = get_peft_model(quantized(), LORA)
+    SafeGRPOTrainer(**arguments("grpo", model=given, args=with_reference))
+    assert cast == []
+    assert {"default", "ref"} == set(given.peft_config)
     trl.GRPOTrainer(**arguments("grpo", model=quantized(), peft_config=LORA))
     assert len(cast) == 4
 

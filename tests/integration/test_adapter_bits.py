@@ -8,6 +8,7 @@ import cells
 import pytest
 import torch
 from cells import Cell
+from live_bytes import LiveBytes
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
@@ -150,3 +151,37 @@ def test_policy_and_reference_adapters_start_bit_equal(task, adapter_dtype, monk
     assert differing(safe) == 0
     stock, _ = build(row, cells.STOCK[task], monkeypatch, tmp_path, flag="bf16")
     assert differing(stock) == 4
+
+
+def test_live_bytes_can_count():
+    kept = torch.ones(1000)
+    with LiveBytes([kept]) as count:
+        first = torch.zeros(2000)
+        del first
+        second = torch.zeros(1500)
+        del kept
+    assert count.peak == 2000 * 4
+    assert count.now == second.nbytes - 4000
+
+
+WEIGHED = [row for row in rows("4bit", "8bit") if row.method in ("fresh", "given", "save-fp32") and row.task != "rloo"]
+
+
+@pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
+@pytest.mark.parametrize("row", WEIGHED, ids=str)
+def test_construction_needs_no_more_memory_than_stocks(row, monkeypatch, tmp_path):
+    """Counted in bytes of tensors, from the loaded model on; in so small a model adapters and heads weigh a lot."""
+    peaks = {}
+    for safe in (False, True):
+        cell = Cell("text", row.task, "fp32", None, beta=row.beta)
+        made = cells.arguments(cell, cells.PLAIN[row.task], model_init_kwargs=None)
+        if row.method == "given":
+            made["model"] = given_model(row, tmp_path)
+        else:
+            made |= {"model": load(row, cells.folder("text"), row.base), "peft_config": peft_config(row)}
+        base = sum(tensor.untyped_storage().nbytes() for tensor in made["model"].parameters())
+        with LiveBytes(made["model"].parameters()) as count:
+            trainer = (cells.SAFE if safe else cells.STOCK)[row.task](**made)
+        peaks[safe] = base + count.peak
+        del trainer
+    assert peaks[True] <= 1.01 * peaks[False]
