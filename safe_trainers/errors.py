@@ -275,8 +275,8 @@ WARNINGS = _index(
     ),
     Finding(
         "int8-computes-in-fp16",
-        "bitsandbytes rounds what enters an 8-bit layer to float16{where}, whatever the run computes in: what is "
-        "beyond 65504 becomes infinite.",
+        "whatever the run computes in, bitsandbytes rounds what enters an 8-bit layer to float16{where}, and on CUDA "
+        "what comes out of it too: a result beyond 65504 is infinite.",
         "`load_in_4bit=True`, whose layers compute in the dtype of the run, or `fp16=True`",
     ),
     Finding(
