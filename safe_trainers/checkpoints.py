@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import trainer_utils
+from transformers import PreTrainedModel, trainer_utils
 
 from .checkpoint_files import (
     begin_checkpoint,
@@ -26,8 +26,8 @@ from .checkpoint_files import (
 from .dtypes import from_torch, parse_dtype
 from .errors import CheckpointError
 from .resume import EpochBegins, ExactState
-from .save_dtype import cast_weights, declare_dtype
 from .towers import adapter_parameters
+from .weight_files import cast_weights, declare_dtype, load_as_saved, saved_under_other_names
 
 
 logger = logging.getLogger(__name__)
@@ -192,12 +192,27 @@ class ExactCheckpoints(ExactState):
         super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if not self._load_renamed(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         self._adapters_loaded(str(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()  # type: ignore[misc]
+        if not self._load_renamed(Path(self.state.best_model_checkpoint)):
+            super()._load_best_model()  # type: ignore[misc]
         self._adapters_loaded(str(self.state.best_model_checkpoint))
+
+    def _load_renamed(self, checkpoint: Path) -> bool:
+        """Loads a full model whose weights are saved under other names; `False` where upstream's way is right."""
+        sharded = getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False)
+        if (
+            sharded
+            or not isinstance(self.model, PreTrainedModel)
+            or not saved_under_other_names(self.model, checkpoint)
+        ):
+            return False
+        logger.info("loading the weights of %s by the names that they are saved under", checkpoint)
+        load_as_saved(self.model, checkpoint)
+        return True
 
     def _adapters_loaded(self, checkpoint: str) -> None:
         """The moment after adapters were read from a checkpoint, on resume and for the best model.

@@ -156,16 +156,13 @@ class ExactState:
     def _epoch_begins(self, loader: Any) -> None:
         """Begins an epoch in the order that it had in the run that is resumed, and remembers how it began.
 
-        Upstream makes samplers anew on a resume, as they are in the first epoch, and only some of them can be told the
-        epoch; and it draws the order of others from a random state that it restores too late.
+        Upstream begins a resume with TRL's sampler as it is in the first epoch, and draws the order of samplers
+        without a seed (`group_by_length`) from a random state that it restores too late.
         """
         self._sampler = _sampler_of(loader)
         order = self._resumed["order"] if self._resumed is not None else {}
-        epoch = self.state.epoch or 0.0
         if order:
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(int(epoch))
-            boundary = float(epoch).is_integer()
+            boundary = float(self.state.epoch or 0.0).is_integer()
             generator = order["now" if boundary else "sampler"]
             if generator is not None and _generator_state(self._sampler) is not None:
                 self._sampler.generator.set_state(generator.cpu())

@@ -1,4 +1,4 @@
-"""What `save_model` writes: the weights of the live model, cast to `save_dtype` on their way into the files."""
+"""Weights on their way into files, cast to `save_dtype`, and back, under the names that they were saved by."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint_files import replace_file
+from .checkpoint_files import replace_file, safetensors_dtypes
 from .dtypes import FLOAT16, FLOAT32, to_torch
 from .errors import CheckpointError, refuse
 from .towers import adapter_parameters, is_quantized, unwrap
@@ -16,6 +16,44 @@ from .towers import adapter_parameters, is_quantized, unwrap
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def saved_under_other_names(model: nn.Module, checkpoint: Path) -> bool:
+    """Whether a full model's weights have other names in its files than in the live model.
+
+    transformers writes many families, most vision-language models among them, by the names that the hub has, and reads
+    its own checkpoints back by the live names: it finds none of them, says so in a log line, and trains on with the
+    weights that were there.
+
+    Args:
+        model: The live model.
+        checkpoint: The folder; only safetensors files in it are looked at.
+    """
+    live = model.state_dict().keys()
+    return any(safetensors_dtypes(file).keys() - live for file in checkpoint.glob("model*.safetensors"))
+
+
+def load_as_saved(model: nn.Module, checkpoint: Path) -> None:
+    """Loads a checkpoint into a live model by the way that knows its names, `from_pretrained`.
+
+    Args:
+        model: The live model; its weights are overwritten in place and keep their dtypes.
+        checkpoint: The folder.
+
+    Raises:
+        CheckpointError: If the files do not hold all of the weights.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # widening and narrowing again is exact
+    family: Any = type(model)
+    saved, found = family.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        given = f"resume_from_checkpoint={str(checkpoint)!r}"
+        faults = f"{len(missing)} weights such as {missing[0]} are in none of its files"
+        fix = "a checkpoint that is whole, or `resume_from_checkpoint=None`, to start anew"
+        raise CheckpointError([refuse("checkpoint-damaged", given, faults=faults, fix=fix)])
+    model.load_state_dict(saved.state_dict())
 
 
 def cast_weights(model: nn.Module, state_dict: dict[str, Any], dtype: str) -> tuple[dict[str, Any], str]:
