@@ -169,14 +169,13 @@ def checkpoint_config(model: str, args: Any) -> Mapping[str, Any]:
     Returns:
         Its values; empty where there is no such file.
     """
-    path: Any = Path(model) / "config.json"
-    if not path.is_file():
-        if Path(model).is_absolute() or model.count("/") > 1:
-            return {}
-        path = try_to_load_from_cache(model, "config.json", revision=_init_kwargs(args).get("revision"))
-    if not isinstance(path, (str, Path)):
+    try:
+        path: Any = Path(model) / "config.json"
+        if not path.is_file():
+            path = try_to_load_from_cache(model, "config.json", revision=_init_kwargs(args).get("revision"))
+        values = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, (str, Path)) else {}
+    except (OSError, ValueError):  # neither a folder nor a repository, or no JSON: transformers says it as it loads
         return {}
-    values = json.loads(Path(path).read_text(encoding="utf-8"))
     return values if isinstance(values, dict) else {}
 
 

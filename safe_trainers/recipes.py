@@ -21,6 +21,7 @@ from trl.scripts.rloo import RLOOScriptArguments
 from .arguments import SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
 from .dtypes import parse_dtype
 from .errors import PrecisionError, RecipeError, hint, nearest
+from .quantized_loading import checkpoint_config
 from .rewards import import_reward
 from .tiny import FAMILIES
 
@@ -57,6 +58,7 @@ class RecipeArguments:
         warm_up_batch_size: Its batch size.
         warm_up_bias: Share of its answers that name the same colour whatever the picture shows. The model then says
             that colour when it is asked for its best answer, and has to be taught better by the reward.
+        bnb_4bit_compute_dtype: What 4-bit layers compute in; unset, and else the same, the compute dtype of the run.
         progress: Show a progress bar.
     """
 
@@ -68,9 +70,14 @@ class RecipeArguments:
     warm_up_learning_rate: float = field(default=6e-4, metadata={"help": "Learning rate of the warm-up."})
     warm_up_batch_size: int = field(default=32, metadata={"help": "Batch size of the warm-up."})
     warm_up_bias: float = field(default=0.0, metadata={"help": "Share of warm-up answers that name one colour."})
+    bnb_4bit_compute_dtype: str | None = field(
+        default=None, metadata={"help": "Compute dtype of 4-bit layers; that of the run where it is left unset."}
+    )
     progress: bool = field(default=True, metadata={"help": "Show a progress bar."})
 
     def __post_init__(self) -> None:
+        if self.bnb_4bit_compute_dtype is not None:
+            parse_dtype(self.bnb_4bit_compute_dtype, field="bnb_4bit_compute_dtype", allow_auto=False)
         at_least = {"dataset_size": 1, "evaluation_size": 0, "warm_up_steps": 0, "warm_up_batch_size": 1}
         for name, least in at_least.items():
             if getattr(self, name) < least:
@@ -301,6 +308,12 @@ def _check_model(recipe: Recipe) -> None:
         raise RecipeError("model_init_kwargs holds no `key: value` pairs. Write: model_init_kwargs: {dtype: bfloat16}")
     if recipe.model.dtype is not None:
         parse_dtype(recipe.model.dtype)
+    if recipe.extra.bnb_4bit_compute_dtype is not None and not recipe.model.load_in_4bit:
+        saved = checkpoint_config(name, recipe.training).get("quantization_config") or {}
+        if family is not None or (Path(name).is_dir() and not saved.get("load_in_4bit")):
+            raise RecipeError(
+                f"bnb_4bit_compute_dtype is for 4-bit models, and {name} is none. Write: load_in_4bit: true"
+            )
 
 
 def _check_dataset(recipe: Recipe) -> None:

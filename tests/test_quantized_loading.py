@@ -120,7 +120,8 @@ def test_nothing_is_said_where_it_is_installed(checkpoints, asked):
 
 def test_nothing_is_said_where_nothing_asks_for_it(no_bitsandbytes, checkpoints):
     assert missing_backend(str(cells.folder("text")), SimpleNamespace(model_init_kwargs={"dtype": "float32"})) is None
-    assert missing_backend("a-name/that-was-never-downloaded", None) is None
+    for name in ("a-name/that-was-never-downloaded", "./no-such-folder", "no name: at all"):
+        assert missing_backend(name, None) is None
     assert missing_backend(tiny.build_model("text"), None, BitsAndBytesConfig(load_in_4bit=True)) is None
     fp8 = SimpleNamespace(model_init_kwargs={"quantization_config": FineGrainedFP8Config()})
     assert missing_backend(str(cells.folder("text")), fp8) is None

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
+from trl import ModelConfig, get_quantization_config
 
-from safe_trainers import PrecisionError, RecipeError, tiny
+from safe_trainers import PrecisionError, RecipeError, SafeSFTTrainer, tiny
 from safe_trainers.cli.main import build_parser, main
+from safe_trainers.cli.train import run_recipe
 from safe_trainers.recipes import TASKS, check_columns, find_recipe, load_rewards, read_recipe
 
 
@@ -235,6 +238,73 @@ def test_columns_and_rewards_of_a_good_recipe(recipe):
 def test_precision_problems_keep_their_class(recipe):
     with pytest.raises(PrecisionError):
         read_recipe("grpo", recipe(precision="fp16", bf16=True))
+
+
+def test_a_compute_dtype_of_4_bit_layers_is_parsed_like_any_other(recipe):
+    assert read_recipe("grpo", recipe()).extra.bnb_4bit_compute_dtype is None
+    read = read_recipe("grpo", [*recipe(load_in_4bit=True), "--bnb_4bit_compute_dtype", "fp16"])
+    assert read.extra.bnb_4bit_compute_dtype == "fp16"
+    for misspelt in ("half", "auto"):
+        with pytest.raises(PrecisionError, match=f"bnb_4bit_compute_dtype={misspelt!r}") as caught:
+            read_recipe("grpo", recipe(load_in_4bit=True, bnb_4bit_compute_dtype=misspelt))
+        assert caught.value.problems[0].id == "unknown-dtype"
+
+
+def test_a_compute_dtype_without_4_bit_layers_is_refused(recipe):
+    with pytest.raises(RecipeError, match=r"tiny:llava is none\. Write: load_in_4bit: true"):
+        read_recipe("grpo", recipe(bnb_4bit_compute_dtype="fp16"))
+    tiny.save("llava", "saved")
+    with pytest.raises(RecipeError, match="saved is none"):
+        read_recipe("grpo", recipe(model_name_or_path="saved", bnb_4bit_compute_dtype="fp16"))
+    config = Path("saved/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"load_in_4bit": True}}))
+    assert read_recipe("grpo", recipe(model_name_or_path="saved", bnb_4bit_compute_dtype="fp16"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "compute"),
+    [
+        ({"precision": "fp32"}, "float32"),
+        ({"precision": "fp32", "dtype": "bfloat16"}, "bfloat16"),
+        ({"precision": "fp32", "dtype": "auto"}, "float32"),
+        ({"precision": "bf16"}, "bfloat16"),
+        ({"precision": "bf16", "bnb_4bit_compute_dtype": "bf16"}, "bfloat16"),
+        ({"precision": "fp32", "dtype": "auto", "bnb_4bit_compute_dtype": "fp16"}, "float16"),
+    ],
+)
+def test_4_bit_layers_are_asked_to_compute_as_the_run_does(recipe, settings, compute):
+    asked = {}
+
+    class Asked(Exception):
+        """Ends the run where the trainer would be built."""
+
+    class Trainer(SafeSFTTrainer):
+        def __init__(self, **kwargs):
+            asked.update(kwargs)
+            raise Asked
+
+    pytest.importorskip("bitsandbytes")
+    argv = recipe(
+        reward_funcs=..., num_generations=..., load_in_4bit=True, use_peft=True, output_dir="out", **settings
+    )
+    with pytest.raises(Asked):
+        run_recipe(read_recipe("sft", argv), Console(quiet=True), Trainer)
+    config = asked["quantization_config"]
+    assert (config.load_in_4bit, config.bnb_4bit_quant_type) == (True, "nf4")
+    assert str(config.bnb_4bit_compute_dtype) == f"torch.{compute}"
+    if "dtype" not in settings:
+        # TRL's own scripts take what the weights are loaded in.
+        stock = get_quantization_config(ModelConfig(load_in_4bit=True))
+        assert str(stock.bnb_4bit_compute_dtype) == "torch.float32"
+
+
+def test_a_compute_dtype_that_contradicts_the_run_is_refused_before_anything_is_written(recipe, capsys):
+    argv = recipe(precision="bf16", load_in_4bit=True, bnb_4bit_compute_dtype="float16", output_dir="out")
+    assert main(["grpo", *argv]) == 2
+    said = capsys.readouterr().err
+    assert "bnb_4bit_compute_dtype='float16' in a run that computes in bfloat16" in said
+    assert "drop `bnb_4bit_compute_dtype`" in said
+    assert not Path("out").exists()
 
 
 def test_help_is_fast_and_imports_nothing_heavy():

@@ -1,6 +1,7 @@
 """`safe-trainers grpo|rloo|sft|reward`: checks a recipe, makes what it needs, trains, and writes what came out."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -81,7 +82,9 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
     arguments = recipe.training
     arguments.model_init_kwargs = _model_init_kwargs(recipe)
-    declared_policy(arguments, recipe.model.model_name_or_path, trainer_class).check()
+    policy = declared_policy(arguments, recipe.model.model_name_or_path, trainer_class)
+    policy.check()
+    compute_of_4bit = _compute_of_4bit(recipe, policy)
     dataset, evaluation, held_out = _datasets(recipe)
     _check_model_exists(recipe)
 
@@ -92,7 +95,7 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
             "args": arguments,
             "train_dataset": dataset,
             "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
-            "quantization_config": get_quantization_config(recipe.model),
+            "quantization_config": get_quantization_config(dataclasses.replace(recipe.model, dtype=compute_of_4bit)),
             "peft_config": get_peft_config(recipe.model),
         }
         if hasattr(recipe.script, "reward_funcs"):
@@ -199,6 +202,29 @@ def _model_init_kwargs(recipe: Any) -> dict[str, Any]:
     return {key: value for key, value in declared.items() if value is not None} | (
         recipe.training.model_init_kwargs or {}
     )
+
+
+def _compute_of_4bit(recipe: Any, policy: Any) -> str:
+    """What 4-bit layers compute in: as the run does.
+
+    TRL's own scripts take `dtype`, what the weights are loaded in: float32 where nothing is written, and `auto` fails.
+
+    Raises:
+        PrecisionError: If the recipe asks for another dtype than the run computes in.
+    """
+    from ..dtypes import FLOAT32, SHORT, parse_dtype
+    from ..errors import PrecisionError
+    from ..policy import OFF
+    from ..quantized_loading import contradiction
+
+    asked = recipe.extra.bnb_4bit_compute_dtype
+    decided = str(policy.compute.value if policy.autocast.value == OFF else policy.autocast.value)
+    if decided not in SHORT:  # without autocast operations follow weights that are not known before they are loaded
+        return FLOAT32 if asked is None else parse_dtype(asked)
+    problem = contradiction(asked, decided)
+    if problem is not None:
+        raise PrecisionError([problem])
+    return decided
 
 
 def _check_model_exists(recipe: Any) -> None:
