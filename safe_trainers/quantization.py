@@ -229,7 +229,7 @@ def unsupported(model: nn.Module) -> Problem | None:
 def _layer(name: str, layer: Any, compute: str) -> Iterator[Change]:
     """What is set on one 4-bit layer."""
     if hasattr(layer, "compute_dtype"):
-        unset = layer.compute_dtype is None or not layer.compute_type_is_set
+        unset = layer.compute_dtype is None or not getattr(layer, "compute_type_is_set", True)
         source = "unset" if unset else from_torch(layer.compute_dtype)
         if source != compute:
             yield Change(COMPUTE_DTYPE, name, source, compute, _REASONS[COMPUTE_DTYPE])

@@ -53,6 +53,21 @@ def missing_backend(model: Any, args: Any, quantization_config: Any = None) -> P
     return None
 
 
+def asked_quantization(model: Any, args: Any, quantization_config: Any = None) -> str | None:
+    """How bitsandbytes will quantise a model that is not loaded yet.
+
+    Args:
+        model: A name or a folder.
+        args: The training arguments, with their `model_init_kwargs`.
+        quantization_config: What the trainer takes as `quantization_config`.
+
+    Returns:
+        `"4bit"`, `"8bit"`, or `None` where nothing asks for it.
+    """
+    asked = (config for _, config in _asked(model, args, quantization_config) if _is_bitsandbytes(config))
+    return next(("8bit" if _field(config, "load_in_8bit") else "4bit" for config in asked), None)
+
+
 def contradiction(asked: str | None, compute: str) -> Problem | None:
     """The refusal of a `bnb_4bit_compute_dtype` that says something else than the run.
 

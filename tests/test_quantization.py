@@ -1,6 +1,7 @@
 """Quantised bases in the compute dtype of the run: what upstream leaves, what is set, what is refused."""
 
 import logging
+from dataclasses import replace
 
 import cells
 import pytest
@@ -15,7 +16,7 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
-from safe_trainers import tiny
+from safe_trainers import fp32_modules, tiny
 from safe_trainers.census import bits, quantization_method, take_census
 from safe_trainers.errors import PrecisionError
 from safe_trainers.probing import sample_inputs
@@ -155,6 +156,15 @@ def test_a_reconciled_base_trains_under_float16_autocast(checkpoints, method):
     assert abs(loss - exact) < 2**-8 * exact  # a few roundings to float16, whose steps are 2**-11
     assert len(gradients) == 4
     assert all(g is not None and torch.isfinite(g).all() and g.any() for g in gradients)
+
+
+def test_a_base_in_one_dtype_is_left_alone_and_trains_without_autocast(checkpoints):
+    model = lora(AutoModelForCausalLM.from_pretrained(checkpoints / "double"))
+    compute = compute_of("off", take_census(model).weights)
+    assert compute == "bfloat16"
+    assert plan(model, compute).changes == ()
+    _, gradients = train_step(model, None)
+    assert all(g.isfinite().all() and g.any() for g in gradients)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -312,6 +322,25 @@ def test_packed_weights_beyond_float16_are_refused_before_anything_is_changed(la
     # What upstream makes of it.
     layer.weight.quant_state.dtype = torch.float16
     assert bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).isinf().any()
+
+
+@pytest.mark.parametrize("method", ["nf4", "double"])
+def test_the_line_that_the_refusal_says_mends_it(large, method):
+    def step(patterns):
+        model = lora(quantise(large, torch.bfloat16, **METHODS[method]))
+        modules = fp32_modules.find_modules(model, patterns)
+        planned = plan(model, "float16", exempt=modules)
+        fp32_modules.guard(model, modules)
+        reconcile(model, replace(planned, problems=()))
+        return planned.problems, train_step(model, torch.float16)
+
+    (problem,), (loss, _) = step([])
+    assert loss.isnan()
+    problems, (loss, gradients) = step(["model.layers.0.mlp.down_proj"])
+    assert "fp32_modules=['model.layers.0.mlp.down_proj']" in problem.fix
+    assert not problems
+    assert loss.isfinite()
+    assert all(g.isfinite().all() for g in gradients)
 
 
 @pytest.mark.parametrize(("size", "refused"), [(65504.0, False), (65519.0, False), (65520.0, True)])

@@ -29,6 +29,7 @@ from safe_trainers.errors import PrecisionError
 from safe_trainers.quantization import plan, unsupported
 from safe_trainers.quantized_loading import (
     HEADS,
+    asked_quantization,
     contradiction,
     fresh_heads,
     missing_backend,
@@ -115,7 +116,10 @@ def test_a_missing_bitsandbytes_is_said_before_anything_is_loaded(no_bitsandbyte
 @pytest.mark.parametrize("asked", ASKED)
 def test_nothing_is_said_where_it_is_installed(checkpoints, asked):
     model, kwargs, config = asked(checkpoints)
-    assert missing_backend(model, SimpleNamespace(model_init_kwargs=kwargs), config) is None
+    args = SimpleNamespace(model_init_kwargs=kwargs)
+    assert missing_backend(model, args, config) is None
+    eight = asked in (asked_by_init_kwargs, asked_by_8bit_checkpoint)
+    assert asked_quantization(model, args, config) == ("8bit" if eight else "4bit")
 
 
 def test_nothing_is_said_where_nothing_asks_for_it(no_bitsandbytes, checkpoints):
@@ -123,6 +127,7 @@ def test_nothing_is_said_where_nothing_asks_for_it(no_bitsandbytes, checkpoints)
     for name in ("a-name/that-was-never-downloaded", "./no-such-folder", "no name: at all"):
         assert missing_backend(name, None) is None
     assert missing_backend(tiny.build_model("text"), None, BitsAndBytesConfig(load_in_4bit=True)) is None
+    assert asked_quantization(str(cells.folder("text")), None) is None
     fp8 = SimpleNamespace(model_init_kwargs={"quantization_config": FineGrainedFP8Config()})
     assert missing_backend(str(cells.folder("text")), fp8) is None
 
