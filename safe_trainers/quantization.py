@@ -168,8 +168,7 @@ def reconcile(model: nn.Module, planned: Reconciliation) -> None:
     for change in planned.changes:
         name, dtype = change.name.removeprefix(prefix), to_torch(change.target)
         if change.kind == CONFIG:
-            for config in configs[name]:
-                config.dtype = dtype
+            configs[name].dtype = dtype
             continue
         path, _, last = name.rpartition(".")
         owner: Any = base.get_submodule(name if change.kind in (COMPUTE_DTYPE, QUANT_STATE) else path)
@@ -322,20 +321,17 @@ def _largest(tensor: torch.Tensor) -> float:
     return max(-low.item(), high.item())
 
 
-def _configs(base: nn.Module) -> dict[str, list[PretrainedConfig]]:
-    """The configs of a model by their place, each with its copies in the modules that were built from it."""
-    held = [
-        config for module in base.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
+def _configs(base: nn.Module) -> dict[str, PretrainedConfig]:
+    """The configs of a model and of the parts in it, each once, by their place."""
+    pending = [
+        (f"{name}.config".removeprefix("."), getattr(module, "config", None)) for name, module in base.named_modules()
     ]
-    places = {"config": base.config} if isinstance(getattr(base, "config", None), PretrainedConfig) else {}
-    pending = list(places)
-    while pending:
-        name = pending.pop()
-        for key in getattr(places[name], "sub_configs", {}):
-            if isinstance(config := getattr(places[name], key, None), PretrainedConfig):
-                places[f"{name}.{key}"] = config
-                pending.append(f"{name}.{key}")
-    return {name: [config, *(c for c in held if type(c) is type(config))] for name, config in places.items()}
+    places: dict[str, PretrainedConfig] = {}
+    for name, config in pending:  # grows on the way
+        if isinstance(config, PretrainedConfig) and all(config is not other for other in places.values()):
+            places[name] = config
+            pending += [(f"{name}.{key}", getattr(config, key, None)) for key in getattr(config, "sub_configs", ())]
+    return places
 
 
 def _config_changes(base: nn.Module, compute: str, cast: bool) -> Iterator[Change]:
@@ -343,11 +339,10 @@ def _config_changes(base: nn.Module, compute: str, cast: bool) -> Iterator[Chang
     floating = [parameter for parameter in base.parameters() if not is_quantized(parameter)]
     if compute in HALVES and not cast and all(from_torch(parameter.dtype) != compute for parameter in floating):
         return
-    for name, configs in _configs(base).items():
-        dtypes = [getattr(config, "dtype", None) for config in configs]
-        sources = {str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None} - {compute}
-        if sources:
-            yield Change(CONFIG, name, min(sources), compute, _REASONS[CONFIG])
+    for name, config in _configs(base).items():
+        source = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        if source not in (compute, "None"):
+            yield Change(CONFIG, name, source, compute, _REASONS[CONFIG])
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module | torch.Tensor]:

@@ -201,6 +201,13 @@ def test_stock_fails_on_a_score_head_that_a_list_forgets(config, error):
         trainer.train()
 
 
+def test_a_frozen_head_that_was_never_packed_is_found_too():
+    model = AutoModelForSequenceClassification.from_pretrained(
+        cells.folder("text"), num_labels=1, quantization_config=BitsAndBytesConfig(**SPARED)
+    )
+    assert "score" in unusable_head(model.requires_grad_(False)).given
+
+
 @pytest.mark.parametrize("config", [{"load_in_4bit": True}, {"load_in_8bit": True}, SPARED], ids=str)
 def test_a_completed_config_keeps_the_score_head_whole(config):
     given = BitsAndBytesConfig(**config)
