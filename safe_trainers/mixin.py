@@ -14,6 +14,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 
-from . import scaler
+from . import layout, scaler
 from .captures import AdapterGuard, adapters_held
 from .census import Census, take_census
 from .checkpoints import ExactCheckpoints
@@ -42,7 +43,7 @@ from .errors import PrecisionError, PrecisionWarning, refuse
 from .media import MEDIA_KEYS, MediaCaster, MediaCollator, MediaDecision
 from .policy import OFF, PrecisionPolicy, resolve
 from .preparation import Preparation, prepare, prepare_reference
-from .probing import meeting_dtypes
+from .probing import cannot_meet, failure
 from .settlement import Settlement, apply, settle
 from .signatures import by_name, default_output_dir, signature_of
 from .towers import unwrap
@@ -85,7 +86,10 @@ class PrecisionBase(Trainer):
         self.safety_contract = contract_of(type(self), _generates_elsewhere(self, training_args))
         self._media: MediaCaster | None = None
         self._settle(model, training_args)
-        self._check_mixed_weights(model, bound.arguments.get("processing_class"), bound.arguments.get("train_dataset"))
+        self._reconcile_mixed_weights(
+            model, bound.arguments.get("processing_class"), bound.arguments.get("train_dataset")
+        )
+        self._say_what_was_done(training_args)
         super().__init__(*args, **kwargs)
         self._check_accelerator()
 
@@ -127,11 +131,16 @@ class PrecisionBase(Trainer):
             upcast=getattr(training_args, "upcast_trainables", True),
             fp32_patterns=fp32_patterns_of(training_args),
         )
-        self.precision_census = take_census(model)
         # DeepSpeed casts the weights when it is initialised, after the census.
-        late_cast = getattr(training_args, "deepspeed_plugin", None) is not None
-        self.precision_settlement = settle(self.precision_policy, self.precision_census, late_cast)
+        self._late_cast = getattr(training_args, "deepspeed_plugin", None) is not None
+        self._place_boundaries(model)
+
+    def _place_boundaries(self, model: nn.Module) -> None:
+        self.precision_census = take_census(model)
+        self.precision_settlement = settle(self.precision_policy, self.precision_census, self._late_cast)
         apply(self.precision_settlement, model)
+
+    def _say_what_was_done(self, training_args: Any) -> None:
         if training_args.process_index == 0:
             for warning in (*self.precision_policy.warnings, *self.precision_preparation.warnings):
                 warnings.warn(str(warning), PrecisionWarning, stacklevel=6)
@@ -145,19 +154,29 @@ class PrecisionBase(Trainer):
         if self.accelerator.scaler is not None:
             scaler.configure(self.accelerator.scaler, self.args)
 
-    def _check_mixed_weights(self, model: nn.Module, processing_class: Any, dataset: Any) -> None:
-        """Asks a model whose weights disagree whether it computes, on the kind of input that it will get."""
+    def _reconcile_mixed_weights(self, model: nn.Module, processing_class: Any, dataset: Any) -> None:
+        """Asks a model whose weights disagree whether it computes, on the kind of input that it will get.
+
+        Where it does not, as little as possible is brought to one dtype; what still cannot compute is refused.
+        """
         weights = self.precision_census.weights
-        if len(weights) > 1 and weights & HALVES:
-            columns = getattr(dataset, "column_names", None)
-            if columns is None and isinstance(dataset, IterableDataset):
-                columns = next(iter(dataset), {})  # a stream starts again at each `iter`
-            pictures = bool({"image", "images", "pixel_values"} & set(columns or ()))
-            problem = meeting_dtypes(
-                model, processing_class if pictures else None, weights, self.precision_policy.autocast.value
-            )
-            if problem is not None:
-                raise PrecisionError([problem])
+        if len(weights) == 1 or not weights & HALVES:
+            return
+        columns = getattr(dataset, "column_names", None)
+        if columns is None and isinstance(dataset, IterableDataset):
+            columns = next(iter(dataset), {})  # a stream starts again at each `iter`
+        pictures = processing_class if {"image", "images", "pixel_values"} & set(columns or ()) else None
+        autocast = self.precision_policy.autocast.value
+        done = layout.reconcile(
+            model,
+            self.precision_policy.compute.value,
+            lambda: failure(model, pictures, autocast),
+            keep=self.precision_preparation.fp32_modules,
+        )
+        if done.error is not None:
+            raise PrecisionError([cannot_meet(model, pictures, weights, autocast, done.error)])
+        self.precision_preparation = replace(self.precision_preparation, layout=done)
+        self._place_boundaries(model)
 
     def _check_accelerator(self) -> None:
         """Compares the accelerator that was really built with the policy that it was decided for."""

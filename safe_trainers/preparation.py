@@ -6,11 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from . import fp32_modules
+from . import fp32_modules, quantization
 from .adapters import Circumstances, Decision, carry_out, decide, refuse_upcast, table
+from .census import quantization_method, take_census
 from .dtypes import AUTO, HALVES, to_torch
 from .errors import PrecisionError, Problem, warn
+from .layout import Reconciliation as Layout
 from .policy import PrecisionPolicy
+from .quantization import Reconciliation as Quantized
+from .quantized_loading import unusable_head
 from .rounding import lost_share
 
 
@@ -19,22 +23,33 @@ class Preparation:
     """What a model was brought to.
 
     Attributes:
-        decisions: One for each trainable, and for each other parameter that was cast, with its reason.
+        decisions: One for each trainable, and for each other parameter of `fp32_modules`, with its reason.
+        quantized: What was set in a model that bitsandbytes quantised.
+        layout: What was done so that weights of several dtypes can meet.
+        fp32_modules: Names, in the base model, of the modules that compute in float32.
         warnings: What is supported but loses precision.
     """
 
     decisions: tuple[Decision, ...] = ()
+    quantized: Quantized | None = None
+    layout: Layout | None = None
+    fp32_modules: tuple[str, ...] = ()
     warnings: tuple[Problem, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The preparation as plain values, ready for JSON."""
         return {
             "decisions": [vars(decision) for decision in self.decisions],
+            "quantized": None if self.quantized is None else self.quantized.to_dict(),
+            "layout": None if self.layout is None else [vars(cast) for cast in self.layout.casts],
+            "fp32_modules": list(self.fp32_modules),
             "warnings": [vars(warning) for warning in self.warnings],
         }
 
     def __str__(self) -> str:
-        return table(self.decisions) or "nothing is trained"
+        parts = [table(self.decisions) or "nothing is trained"]
+        parts += [str(part) for part in (self.quantized, self.layout) if part is not None]
+        return "\n".join(parts)
 
 
 def prepare(
@@ -63,13 +78,27 @@ def prepare(
     wide = fp32_modules.decide(model, modules)
     covered = {decision.name for decision in wide}
     trainables = tuple(d for d in decide(model, policy, circumstances) if d.name not in covered)
-    refused = None if upcast else refuse_upcast(trainables)
-    if refused is not None:
-        raise PrecisionError([refused])
+    problems = [] if upcast else [refuse_upcast(trainables)]
+    problems += [quantization.unsupported(model), unusable_head(model)]
+    quantized = None
+    if quantization_method(model) is not None:
+        weights = take_census(model).weights
+        compute = quantization.compute_of(policy.autocast.value, weights)
+        quantized = quantization.plan(model, compute, exempt=modules)
+        problems += quantized.problems
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise PrecisionError(found)
     fp32_modules.guard(model, modules)
+    if quantized is not None:
+        quantization.reconcile(model, quantized)
     decisions = (*wide, *trainables)
     carry_out(model, decisions)
-    return Preparation(decisions, tuple(_half_trainables(model, trainables, circumstances)))
+    warnings = [*_half_trainables(model, trainables, circumstances)]
+    rounds = None if quantized is None else quantization.int8_rounds_inputs(model, quantized.compute)
+    return Preparation(
+        decisions, quantized, None, tuple(modules), tuple([*warnings, *([] if rounds is None else [rounds])])
+    )
 
 
 def prepare_reference(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -65,31 +65,21 @@ def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:
     return dict(processing_class(text=[text], images=[[picture]], return_tensors="pt"))
 
 
-def meeting_dtypes(model: nn.Module, processing_class: Any, weights: frozenset[str], autocast: str) -> Problem | None:
-    """Runs a short question through a model of several dtypes, to see whether it can compute.
-
-    Boundaries mend what meets in a layer, and what towers give back. Whether a model multiplies weights of its own
-    (fused experts), or casts features once more by itself, is in code that no census can read; so the model is asked.
+def cannot_meet(
+    model: nn.Module, processing_class: Any, weights: frozenset[str], autocast: str, error: str
+) -> Problem:
+    """The refusal of a model in which two dtypes meet whatever is done, with the line that mends it.
 
     Args:
-        model: The model, with its boundaries placed.
+        model: The model.
         processing_class: The processor, where the run has pictures; `None` for text alone.
         weights: The dtypes of its weights.
         autocast: The autocast dtype of the run, or `"off"`.
-
-    Returns:
-        The refusal where two dtypes meet, `None` where the model computes, or cannot be asked: an engine has not
-        filled it yet, its kernels need a device that it is not on, or it takes other inputs.
+        error: What torch says.
     """
-    base = unwrap(model)
-    if any(parameter.is_meta or parameter.numel() == 0 for parameter in base.parameters()):
-        return None
-    error = _failure(base, processing_class, autocast)
-    if error is None:
-        return None
     half = sorted(weights & HALVES)[0]
     fix = f"load all weights in one dtype: `model.to(torch.{half})`, or `model_init_kwargs={{'dtype': '{half}'}}`"
-    if autocast == OFF and _failure(base, processing_class, half) is None:
+    if autocast == OFF and failure(model, processing_class, half) is None:
         fix = f"`{FLAG_OF[half]}=True`, so that autocast gives both the same dtype"
     given = f"{' and '.join(sorted(weights))} weights " + (
         f"under {autocast} autocast" if autocast != OFF else "without autocast"
@@ -97,8 +87,24 @@ def meeting_dtypes(model: nn.Module, processing_class: Any, weights: frozenset[s
     return refuse("mixed-weights-cannot-meet", given, error=error, fix=fix)
 
 
-def _failure(model: nn.Module, processing_class: Any, autocast: str) -> str | None:
-    """What torch says about two dtypes when the model runs; `None` where it runs, or fails for another reason."""
+def failure(model: nn.Module, processing_class: Any, autocast: str) -> str | None:
+    """Runs a short question through a model of several dtypes, to see whether it can compute.
+
+    Boundaries mend what meets in a layer, and what towers give back. Whether a model multiplies weights of its own
+    (fused experts), or casts features once more by itself, is in code that no census can read; so the model is asked.
+
+    Args:
+        model: The model, wrapped by PEFT or not.
+        processing_class: The processor, where the run has pictures; `None` for text alone.
+        autocast: The autocast dtype of the run, or `"off"`.
+
+    Returns:
+        What torch says where two dtypes meet; `None` where the model computes, or cannot be asked: an engine has not
+        filled it yet, its kernels need a device that it is not on, or it takes other inputs.
+    """
+    model = unwrap(model)
+    if any(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters()):
+        return None
     device = next(model.parameters()).device
     context = contextlib.nullcontext() if autocast == OFF else torch.autocast(device.type, to_torch(autocast))
     try:
