@@ -1,4 +1,4 @@
-"""Dtype boundaries of modules that multiply their input with parameters of their own: fused experts and their routers.
+"""Dtype boundaries of modules that multiply their input with matrices of their own: experts, routers, projectors.
 
 Nothing in such a module is an `nn.Linear`, so the boundaries of leaves do not reach it. But it is a module, and what
 enters it can be cast. PEFT's adapters on single parameters (`target_parameters`) add their delta in the dtype of the
@@ -16,7 +16,7 @@ from .towers import adapter_parameters, is_quantized
 
 
 def guard_fused(model: nn.Module) -> int:
-    """Makes what enters modules with matrices of their own follow these matrices.
+    """Makes what enters modules that are mostly matrices of their own follow these matrices.
 
     The first floating tensor is cast, which is what they multiply; what comes after it (routing weights) scales and
     may stay wider. The hook is a function of this module without state, so that it survives `deepcopy`, pickling and
@@ -38,7 +38,7 @@ def guard_fused(model: nn.Module) -> int:
             or isinstance(module, (*MATMUL_LEAVES, *NORM_LEAVES, nn.Embedding, nn.EmbeddingBag))
             or any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
             # A whole model with a matrix beside its modules (query tokens) does not multiply its input with it.
-            or any(next(child.parameters(), None) is not None for child in module.children())
+            or 2 * sum(map(torch.Tensor.numel, _matrices(module))) <= sum(p.numel() for p in module.parameters())
             or _follow_matrix in module._forward_pre_hooks.values()
         ):
             continue

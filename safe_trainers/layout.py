@@ -64,6 +64,10 @@ class Reconciliation:
     casts: tuple[Cast, ...] = ()
     error: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """The reconciliation as plain values, ready for JSON."""
+        return {"guarded": self.guarded, "casts": [vars(cast) for cast in self.casts], "error": self.error}
+
     def __str__(self) -> str:
         boundaries = [f"boundaries: what enters {self.guarded} modules follows their weights"] if self.guarded else []
         casts = [describe(self.casts)] if self.casts else []
