@@ -14,6 +14,7 @@ from .device import Device, detect_device
 from .dtypes import AUTO, FLOAT32, SHORT, from_torch, parse_dtype
 from .errors import PrecisionError, PrecisionWarning, refuse, warn
 from .policy import Flags, Model, PrecisionPolicy, resolve
+from .quantized_loading import asked_quantization, missing_backend, skip_heads, unloadable_head
 from .towers import unwrap
 
 
@@ -49,7 +50,30 @@ def model_of(census: Census, live: bool = False) -> Model:
     return Model(census.weights, frozenset(census.trainable), live, census.attn_implementation, census.quantization)
 
 
-def declared_policy(args: Any, model: Any, trainer_class: type) -> PrecisionPolicy:
+def check_loading(arguments: dict[str, Any], trainer_class: type) -> None:
+    """Refuses what cannot be loaded, and spares heads that are made while a model is quantised.
+
+    Args:
+        arguments: What a trainer is built with, by name; its quantization configs are completed.
+        trainer_class: The trainer.
+
+    Raises:
+        PrecisionError: With everything that is known before the model is read.
+    """
+    model, args, given = (arguments.get(name) for name in ("model", "args", "quantization_config"))
+    fresh_head = any(base.__name__ == "RewardTrainer" for base in trainer_class.__mro__)
+    problems = [missing_backend(model, args, given), unloadable_head(model, args) if fresh_head else None]
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise PrecisionError(found)
+    if fresh_head and given is not None:
+        arguments["quantization_config"] = skip_heads(given)
+    declared = getattr(args, "model_init_kwargs", None) or {}
+    if args is not None and fresh_head and declared.get("quantization_config") is not None:
+        args.model_init_kwargs = {**declared, "quantization_config": skip_heads(declared["quantization_config"])}
+
+
+def declared_policy(args: Any, model: Any, trainer_class: type, quantization_config: Any = None) -> PrecisionPolicy:
     """The policy as far as it can be known before a model is loaded.
 
     Args:
@@ -57,6 +81,7 @@ def declared_policy(args: Any, model: Any, trainer_class: type) -> PrecisionPoli
         model: What was passed as the model: a live one is counted, of a name only what `model_init_kwargs` declare
             is known.
         trainer_class: The trainer.
+        quantization_config: What the trainer takes under this name.
 
     Returns:
         The policy, whose problems are worth raising before gigabytes are read.
@@ -70,7 +95,11 @@ def declared_policy(args: Any, model: Any, trainer_class: type) -> PrecisionPoli
     else:
         declared = dict(getattr(args, "model_init_kwargs", None) or {})
         dtype = declared.get("dtype", FLOAT32)  # TRL's default; transformers' older `torch_dtype` has no effect there
-        known = Model(_declared_weights(dtype), attn_implementation=declared.get("attn_implementation"))
+        known = Model(
+            _declared_weights(dtype),
+            attn_implementation=declared.get("attn_implementation"),
+            quantization=asked_quantization(model, args, quantization_config),
+        )
     detect = getattr(trainer_class, "precision_device", None)  # a stock class has none
     device = detect_device(args.device) if detect is None else detect(args)
     return resolve(flags_of(args, trainer_class), device, known)

@@ -30,6 +30,7 @@ from .checkpoints import ExactCheckpoints
 from .contract import BUFFER_METHOD, COVERED, ROLLOUT_METHOD, SafetyContract, check_bases, contract_of
 from .declared import (
     check_adapters,
+    check_loading,
     circumstances_of,
     declared_policy,
     flags_of,
@@ -312,7 +313,9 @@ class PrecisionMixin(ExactCheckpoints):
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
         if arguments.get("args") is not None:
-            declared_policy(arguments["args"], arguments.get("model"), type(self)).check()
+            check_loading(arguments, type(self))
+            quantization = arguments.get("quantization_config")
+            declared_policy(arguments["args"], arguments.get("model"), type(self), quantization).check()
             spell_dtype_as_trl_does(arguments["args"])
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
         with adapters_held(type(self), arguments.get("model")) as self._adapter_guard:
@@ -320,7 +323,7 @@ class PrecisionMixin(ExactCheckpoints):
         policy, *others = self._media_models()
         for model in others:
             if type(model) is type(policy):
-                prepare_reference(model, fp32_patterns_of(self.args))
+                prepare_reference(model, self.precision_policy, fp32_patterns_of(self.args))
             apply(self.precision_settlement_of(model), model)
 
     def precision_settlement_of(self, model: nn.Module) -> Settlement:

@@ -9,13 +9,14 @@ from torch import nn
 from . import fp32_modules, quantization
 from .adapters import Circumstances, Decision, carry_out, decide, refuse_upcast, table
 from .census import quantization_method, take_census
-from .dtypes import AUTO, HALVES, to_torch
+from .dtypes import AUTO, FLOAT32, HALVES, from_torch, to_torch
 from .errors import PrecisionError, Problem, warn
 from .layout import Reconciliation as Layout
 from .policy import PrecisionPolicy
 from .quantization import Reconciliation as Quantized
-from .quantized_loading import unusable_head
+from .quantized_loading import HEADS, fresh_heads, unusable_head
 from .rounding import lost_share
+from .towers import unwrap
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,19 @@ def prepare(
     Raises:
         PrecisionError: With everything that cannot be prepared.
     """
+    is_quantized = quantization_method(model) is not None
     modules = fp32_modules.find_modules(model, fp32_patterns)
-    wide = fp32_modules.decide(model, modules)
+    wide = (*fp32_modules.decide(model, modules), *(_heads(model) if is_quantized else ()))
     covered = {decision.name for decision in wide}
     trainables = tuple(d for d in decide(model, policy, circumstances) if d.name not in covered)
     problems = [] if upcast else [refuse_upcast(trainables)]
     problems += [quantization.unsupported(model), unusable_head(model)]
     quantized = None
-    if quantization_method(model) is not None:
+    if is_quantized:
         weights = take_census(model).weights
         compute = quantization.compute_of(policy.autocast.value, weights)
-        quantized = quantization.plan(model, compute, exempt=modules)
+        exempt = [*modules, *(name for name, _ in unwrap(model).named_children() if name in HEADS)]
+        quantized = quantization.plan(model, compute, exempt=exempt)
         problems += quantized.problems
     found = [problem for problem in problems if problem is not None]
     if found:
@@ -101,16 +104,28 @@ def prepare(
     )
 
 
-def prepare_reference(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Makes a second model of the run compute where the policy model does.
+def _heads(model: nn.Module) -> Iterator[Decision]:
+    """The heads of a quantised model that were made for the task, trained or not."""
+    fresh = set(fresh_heads(model))
+    for name, p in model.named_parameters():
+        if name in fresh:
+            yield Decision(name, from_torch(p.dtype), FLOAT32, "a head that was made for the task", p.numel())
+
+
+def prepare_reference(model: nn.Module, policy: PrecisionPolicy, patterns: tuple[str, ...]) -> None:
+    """Makes a second model of the run compute where and as the policy model does.
 
     Args:
         model: The reference, of the class of the policy model.
+        policy: The policy of the run.
         patterns: `fp32_modules`.
     """
     modules = fp32_modules.find_modules(model, patterns)
     wide = fp32_modules.decide(model, modules)
+    compute = quantization.compute_of(policy.autocast.value, take_census(model).weights)
+    quantized = quantization.plan(model, compute, exempt=modules, trained=False)
     fp32_modules.guard(model, modules)
+    quantization.reconcile(model, quantized)
     carry_out(model, wide)
 
 

@@ -28,22 +28,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model that is asked in the block.
     """
-    # A quantised layer that is told to evaluate may repack its weights for good (bitsandbytes on CPU).
-    training = [
-        module
-        for module in model.modules()
-        if module.training and not any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
-    ]
+    before = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     devices = [device] if device.type not in {"cpu", "meta"} else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
-        for module in training:
-            module.training = False
+        for module in before:
+            # A quantised layer that evaluates may repack its weights for good (bitsandbytes on CPU).
+            module.training = any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
         try:
             yield
         finally:
-            for module in training:
-                module.training = True
+            for module, training in before.items():
+                module.training = training
 
 
 def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:

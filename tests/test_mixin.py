@@ -10,7 +10,7 @@ import torch
 import trl
 from cells import Cell
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, Trainer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, Trainer
 
 from safe_trainers import (
     PrecisionBase,
@@ -393,16 +393,55 @@ def float32_norms(family):
     return model
 
 
+class Mixing(torch.nn.Module):
+    """A module whose matrix nothing from outside reaches: it multiplies it with a product of its own."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.inner = torch.nn.Linear(width, width, dtype=dtype)
+        self.matrix = torch.nn.Parameter(torch.eye(width))
+
+    def forward(self, hidden):
+        return self.inner(hidden) @ self.matrix
+
+
+def mixing():
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
+    model.model.norm = Mixing(model.config.hidden_size, torch.bfloat16)
+    return model
+
+
 def test_mixed_weights_that_cannot_meet_are_refused_and_the_advice_trains():
-    made = cells.arguments(Cell("aria", "sft", "bf16", None), trl.SFTConfig, model_init_kwargs=None)
+    made = cells.arguments(Cell("text", "sft", "bf16", None), trl.SFTConfig, model_init_kwargs=None)
     with pytest.raises(PrecisionError) as caught:
-        SafeSFTTrainer(**{**made, "model": float32_norms("aria")})
+        SafeSFTTrainer(**{**made, "model": mixing()})
     assert [p.id for p in caught.value.problems] == ["mixed-weights-cannot-meet"]
     assert caught.value.problems[0].fix == "`bf16=True`, so that autocast gives both the same dtype"
-    made = cells.arguments(Cell("aria", "sft", "bf16", "bf16"), trl.SFTConfig, model_init_kwargs=None)
-    trainer = SafeSFTTrainer(**{**made, "model": float32_norms("aria")})
+    made = cells.arguments(Cell("text", "sft", "bf16", "bf16"), trl.SFTConfig, model_init_kwargs=None)
+    trainer = SafeSFTTrainer(**{**made, "model": mixing()})
     trainer.train()
     assert trainer.precision_census.weights == {"bfloat16", "float32"}
+
+
+def test_frozen_weights_that_cannot_meet_are_brought_to_one_dtype():
+    """The same model with adapters: what is frozen may be cast, and it is said."""
+    made = cells.arguments(Cell("text", "sft", "bf16", None, lora=True), trl.SFTConfig, model_init_kwargs=None)
+    trainer = SafeSFTTrainer(**{**made, "model": mixing()})
+    assert trainer.precision_census.weights == {"bfloat16"}
+    assert "float32 -> bfloat16: 1 tensor (model.norm.matrix)" in str(trainer.precision_preparation)
+    trainer.train()
+    stock = trl.SFTTrainer(**{**made, "model": mixing()})
+    with pytest.raises(RuntimeError, match="same dtype"):
+        stock.train()
+    cells.reset_autocast()
+
+
+def test_fused_experts_beside_float32_norms_train_without_a_cast():
+    made = cells.arguments(Cell("aria", "sft", "bf16", None), trl.SFTConfig, model_init_kwargs=None)
+    trainer = SafeSFTTrainer(**{**made, "model": float32_norms("aria")})
+    trainer.train()
+    assert trainer.precision_preparation.layout.casts == ()
+    assert trainer.precision_preparation.layout.guarded > 0
 
 
 @pytest.mark.parametrize("flag", [None, "bf16"])
