@@ -195,19 +195,29 @@ def choose_checkpoint(given: Any, output_dir: Path) -> Any:
         return given  # upstream says that it is not there
     checkpoint = inspect_checkpoint(folder)
     if checkpoint.faults:
-        others = [*checkpoints_in(folder.absolute().parent), *checkpoints_in(output_dir)]
-        newest = next((other.path for other in others if other.complete), None)
-        fix = "a checkpoint that is whole, or `resume_from_checkpoint=None`, to start anew"
-        if newest is not None:
-            fix = f"`resume_from_checkpoint={str(newest)!r}`, the latest complete one"
-        faults = "; ".join(checkpoint.faults)
-        where = f"resume_from_checkpoint={str(given)!r}"
-        raise CheckpointError([refuse("checkpoint-damaged", where, faults=faults, fix=fix)])
+        raise damaged(given, "; ".join(checkpoint.faults), folder.absolute().parent, output_dir)
     if not checkpoint.marked:
         logger.warning(
             "%s has no marker: its files can be read, and whether they are all that was saved cannot be known", folder
         )
     return str(given)
+
+
+def damaged(given: Any, faults: str, *folders: Path) -> CheckpointError:
+    """The refusal of a checkpoint that is not whole.
+
+    Args:
+        given: `resume_from_checkpoint`.
+        faults: What is wrong with which file.
+        *folders: Where to look for a complete checkpoint to name instead.
+    """
+    fix = "a checkpoint that is whole, or `resume_from_checkpoint=None`, to start anew"
+    newest = next((other.path for folder in folders for other in checkpoints_in(folder) if other.complete), None)
+    if newest is not None and newest.resolve() != Path(given).resolve():
+        fix = f"`resume_from_checkpoint={str(newest)!r}`, the latest complete one"
+    return CheckpointError(
+        [refuse("checkpoint-damaged", f"resume_from_checkpoint={str(given)!r}", faults=faults, fix=fix)]
+    )
 
 
 def safetensors_dtypes(path: Path) -> dict[str, str]:

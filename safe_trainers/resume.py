@@ -7,6 +7,7 @@ are lost as well.
 
 import io
 import logging
+import pickle
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from PIL import Image
 from torch import nn
 from transformers import TrainerCallback
 
-from .checkpoint_files import replace_file
+from .checkpoint_files import damaged, replace_file
 from .contract import trl_bases
 from .errors import PrecisionWarning, warn
 
@@ -90,7 +91,7 @@ class ExactState:
                     values[name] = to_plain(getattr(self, name), name)
                 except TypeError as error:
                     fix = f"keep such objects out of `{name}`"
-                    self._warn(warn("state-not-saved", f"{error} at step {self.state.global_step}", fix=fix))
+                    self._warn(warn("state-not-saved", str(error), fix=fix))
         loss = self._running_loss
         content = {
             "geometry": self._geometry(),
@@ -133,7 +134,13 @@ class ExactState:
         changes = [f"process {self.args.process_index} finds no {file.name}"]
         if file.is_file():
             device = self.args.device if self.args.device.type != "cpu" else "cpu"
-            state = torch.load(file, map_location=device, weights_only=True)
+            try:
+                state = dict(torch.load(file, map_location=device, weights_only=True))
+            except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError, ValueError) as error:
+                why = str(error).splitlines()[0]
+                raise damaged(
+                    checkpoint, f"{file.name} cannot be read: {why}", checkpoint.absolute().parent
+                ) from error
             geometry = self._geometry()
             then = {name: state["geometry"].get(name) for name in geometry}
             changes = [f"{name} was {then[name]} and is {new}" for name, new in geometry.items() if new != then[name]]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint_files import replace_file, safetensors_dtypes
+from .checkpoint_files import damaged, replace_file, safetensors_dtypes
 from .dtypes import FLOAT16, FLOAT32, to_torch
 from .errors import CheckpointError, refuse
 from .towers import adapter_parameters, is_quantized, unwrap
@@ -49,10 +49,7 @@ def load_as_saved(model: nn.Module, checkpoint: Path) -> None:
     saved, found = family.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
     missing = sorted(found["missing_keys"])
     if missing:
-        given = f"resume_from_checkpoint={str(checkpoint)!r}"
-        faults = f"{len(missing)} weights such as {missing[0]} are in none of its files"
-        fix = "a checkpoint that is whole, or `resume_from_checkpoint=None`, to start anew"
-        raise CheckpointError([refuse("checkpoint-damaged", given, faults=faults, fix=fix)])
+        raise damaged(checkpoint, f"{len(missing)} weights such as {missing[0]} are in none of its files")
     model.load_state_dict(saved.state_dict())
 
 

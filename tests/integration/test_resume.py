@@ -1,0 +1,392 @@
+"""A run that is stopped and resumed ends as the one that was never stopped: weights, optimizer and log, bit for bit.
+
+Each guard stands beside what stock TRL does in its place.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cells
+import kill_child
+import pytest
+import torch
+import trl
+from cells import Cell
+from datasets import Dataset, IterableDataset
+from kill_child import INSTANTS, KILLED_AT
+from transformers.trainer_utils import get_last_checkpoint
+
+from safe_trainers.checkpoint_files import checkpoints_in
+from safe_trainers.errors import CheckpointError, PrecisionWarning
+
+
+ROOT = Path(__file__).parents[2]
+ALWAYS = ["in-the-optimizer", "before-the-marker", "in-the-rotation"]
+WINDOW = {"steps_per_generation": 4, "num_iterations": 2, "gradient_accumulation_steps": 2}
+CLOCK = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
+
+
+@dataclass
+class Run:
+    fingerprint: str
+    log: list[dict[str, Any]]
+    optimizer: list[torch.Tensor]
+    trainer: Any
+
+    def differences(self, other: "Run") -> set[str]:
+        """What differs: `"weights"`, `"optimizer"`, and the names of logged values."""
+        found = {"weights"} if self.fingerprint != other.fingerprint else set()
+        if not all(map(torch.equal, self.optimizer, other.optimizer)):
+            found.add("optimizer")
+        if [entry["step"] for entry in self.log] != [entry["step"] for entry in other.log]:
+            found.add("steps")
+        for one, two in zip(self.log, other.log, strict=False):
+            found |= {key for key in one.keys() | two.keys() if one.get(key) != two.get(key)}
+        return found - CLOCK
+
+
+def rows(task: str, family: str) -> Dataset:
+    """Prompts that differ, so that the order of the data shows in the losses."""
+    made = cells.dataset(task, family)
+    if family != "text" or task == "reward":
+        return made
+    numbered = [[{"role": "user", "content": "what " * (i + 1)}] for i in range(len(made))]
+    return made.remove_columns("prompt").add_column("prompt", numbered)
+
+
+def train(task: str, out: Path, *, safe: bool = True, resume: Any = None, family: str = "text", **changes: Any) -> Run:
+    """Trains a tiny model; a run from the start saves after each step, a resumed one saves nothing."""
+    cell = Cell(family, task, "fp32", None, beta=changes.pop("beta", 0.0))
+    steps, data = changes.pop("steps", 6), changes.pop("data", None)
+    saving = {"save_strategy": "steps", "save_steps": 1} if resume is None else {"save_strategy": "no"}
+    made = cells.arguments(cell, cells.PLAIN[task], steps, output_dir=str(out), **{**saving, **changes})
+    made["train_dataset"] = rows(task, family) if data is None else data
+    torch.manual_seed(0)
+    trainer = (cells.SAFE if safe else cells.STOCK)[task](**made)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    optimizer = [value for state in trainer.optimizer.state_dict()["state"].values() for value in state.values()]
+    return Run(cells.fingerprint(trainer.model), trainer.state.log_history, optimizer, trainer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def killed(request, tmp_path_factory):
+    """Runs that were killed in the middle of a save, by instant; they run beside the other tests of this module."""
+    chosen = {item.callspec.params.get("instant") for item in request.session.items if hasattr(item, "callspec")}
+    marked = "slow" in request.config.getoption("markexpr")
+    instants = [instant for instant in INSTANTS if instant in chosen and (marked or instant in ALWAYS)]
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, kill_child.__file__, str(cells.folder("text")), str(folder), *instants]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output) if instants else None
+
+    def wait() -> Path:
+        assert process.wait(timeout=240) == 0, (folder / "output.txt").read_text()[-2000:]
+        return folder
+
+    yield wait
+    if process is not None:
+        process.kill()
+        process.wait()
+
+
+# --- inside and between generation windows ---
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(task, tmp_path):
+    """8 micro-batches and 4 steps to a window; the second epoch begins at step 4."""
+    whole = train(task, tmp_path, **WINDOW)
+    assert whole.log[0]["grad_norm"] > 0
+    for step in range(1, 6):
+        resumed = train(task, tmp_path / "resumed", resume=tmp_path / f"checkpoint-{step}", **WINDOW)
+        assert not resumed.differences(whole), f"resumed at step {step}"
+        assert resumed.trainer._step == whole.trainer._step
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_stock_goes_on_differently_inside_a_window_and_in_the_second_epoch(task, tmp_path):
+    whole = train(task, tmp_path, safe=False, **WINDOW)
+    for step in (2, 4):
+        resumed = train(task, tmp_path / "resumed", safe=False, resume=tmp_path / f"checkpoint-{step}", **WINDOW)
+        assert {"weights", "optimizer", "loss"} <= resumed.differences(whole), f"resumed at step {step}"
+
+
+def test_short_windows_that_do_not_divide_by_accumulation(tmp_path):
+    odd = {"steps_per_generation": 2, "num_iterations": 3, "gradient_accumulation_steps": 3, "logging_steps": 2}
+    whole = train("grpo", tmp_path, beta=0.1, **odd)
+    for step in (1, 3, 4):
+        resumed = train("grpo", tmp_path / "resumed", beta=0.1, resume=tmp_path / f"checkpoint-{step}", **odd)
+        assert not resumed.differences(whole), f"resumed at step {step}"
+
+
+@pytest.mark.parametrize(
+    ("task", "family"),
+    [
+        ("grpo", "llava"),
+        pytest.param("rloo", "qwen2_5_vl", marks=pytest.mark.slow),
+        pytest.param("grpo", "idefics3", marks=pytest.mark.slow),
+        pytest.param("grpo", "aria", marks=pytest.mark.slow),
+    ],
+)
+def test_buffered_pictures_are_resumed_too(task, family, tmp_path):
+    whole = train(task, tmp_path, family=family, steps=3, **WINDOW)
+    state = torch.load(tmp_path / "checkpoint-1" / "safe_trainers_state_0.pt", weights_only=True)
+    assert any(key.startswith("pixel_values") for key in state["values"]["_buffered_inputs"][0])
+    resumed = train(task, tmp_path / "2", family=family, steps=3, resume=tmp_path / "checkpoint-1", **WINDOW)
+    assert not resumed.differences(whole)
+
+
+def test_at_the_end_of_a_window_no_buffer_is_stored(tmp_path):
+    train("grpo", tmp_path, steps=2, steps_per_generation=2, gradient_accumulation_steps=2)
+    state = torch.load(tmp_path / "checkpoint-1" / "safe_trainers_state_0.pt", weights_only=True)
+    assert "_buffered_inputs" not in state["values"]
+    assert state["values"]["_step"] == 2
+
+
+def test_a_reference_model_that_is_trained_along_is_resumed(tmp_path):
+    synced = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, **WINDOW}
+    whole = train("grpo", tmp_path, steps=3, **synced)
+    resumed = train("grpo", tmp_path / "2", steps=3, resume=tmp_path / "checkpoint-2", **synced)
+    assert not resumed.differences(whole)
+    stock = train("grpo", tmp_path / "stock", safe=False, steps=3, **synced)
+    again = train("grpo", tmp_path / "3", safe=False, steps=3, resume=tmp_path / "stock" / "checkpoint-2", **synced)
+    assert "kl" in again.differences(stock)
+
+
+def test_the_table_of_completions_is_resumed_with_its_pictures(tmp_path, capsys):
+    logged = {"family": "llava", "steps": 2, "log_completions": True, **WINDOW}
+    whole = train("grpo", tmp_path, **logged)
+    resumed = train("grpo", tmp_path / "2", resume=tmp_path / "checkpoint-1", **logged)
+    assert not resumed.differences(whole)
+    first, second = (run.trainer._logs for run in (whole, resumed))
+    assert list(first["completion"]) == list(second["completion"])
+    assert second["advantages"].maxlen == first["advantages"].maxlen
+    pictures = [block["image"] for block in second["prompt"][0][0]["content"] if block["type"] == "image"]
+    before = [block["image"] for block in first["prompt"][0][0]["content"] if block["type"] == "image"]
+    assert [picture.tobytes() for picture in pictures] == [picture.tobytes() for picture in before]
+
+
+# --- what the log averages, and the order of the data ---
+
+
+@pytest.mark.parametrize(("task", "step"), [("sft", 4), ("reward", 1), ("grpo", 2)])
+def test_averages_of_the_log_go_on_between_two_logs(task, step, tmp_path):
+    changes = {"logging_steps": 3, **(WINDOW if task == "grpo" else {})}
+    whole = train(task, tmp_path, **changes)
+    resumed = train(task, tmp_path / "resumed", resume=tmp_path / f"checkpoint-{step}", **changes)
+    assert not resumed.differences(whole)
+    stock = train(task, tmp_path / "stock", safe=False, resume=tmp_path / f"checkpoint-{step}", **changes)
+    assert "loss" in stock.differences(whole)
+
+
+def test_the_training_loss_of_a_resumed_call_is_of_its_own_steps(tmp_path):
+    whole = train("sft", tmp_path, logging_steps=1)
+    train("sft", tmp_path / "3", logging_steps=3)
+    resumed = train("sft", tmp_path / "resumed", resume=tmp_path / "3" / "checkpoint-4", logging_steps=3)
+    own = [entry["loss"] for entry in whole.log if "loss" in entry][4:]
+    assert resumed.log[-1]["train_loss"] == pytest.approx(sum(own) / 2, rel=1e-4)
+
+
+def test_an_order_drawn_without_a_seed_is_resumed(tmp_path):
+    sampling = "train_sampling_strategy" if hasattr(trl.SFTConfig, "train_sampling_strategy") else "group_by_length"
+    grouped = {
+        sampling: "group_by_length" if sampling != "group_by_length" else True,
+        "per_device_train_batch_size": 2,
+    }
+    whole = train("sft", tmp_path, **grouped)
+    resumed = train("sft", tmp_path / "resumed", resume=tmp_path / "checkpoint-5", **grouped)
+    assert not resumed.differences(whole)
+    stock = train("sft", tmp_path / "stock", safe=False, resume=tmp_path / "checkpoint-5", **grouped)
+    assert "weights" in stock.differences(whole)
+
+
+def test_streams_are_resumed_in_their_first_pass(tmp_path):
+    def stream() -> IterableDataset:
+        return rows("grpo", "text").to_iterable_dataset()
+
+    whole = train("grpo", tmp_path, steps=3, data=stream(), **WINDOW)
+    resumed = train("grpo", tmp_path / "2", steps=3, data=stream(), resume=tmp_path / "checkpoint-2", **WINDOW)
+    assert not resumed.differences(whole)
+
+
+# --- what does not fit ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"steps_per_generation": 2}, "steps_per_generation was 4 and is 2"),
+        ({"num_generations": 4}, "num_generations was 2 and is 4"),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps was 2 and is 1"),
+        ({"ignore_data_skip": True}, "ignore_data_skip=True begins the data anew"),
+        ({"beta": 0.1}, "beta was 0 and is not 0"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_rollouts_that_do_not_fit_are_generated_anew_with_one_warning(changes, named, tmp_path):
+    train("grpo", tmp_path, steps=1, **WINDOW)
+    with pytest.warns(PrecisionWarning, match="window-not-resumed") as caught:
+        resumed = train("grpo", tmp_path / "2", steps=3, resume=tmp_path / "checkpoint-1", **{**WINDOW, **changes})
+    texts = [str(w.message) for w in caught if "window-not-resumed" in str(w.message)]
+    assert len(texts) == 1
+    assert named in texts[0]
+    assert resumed.trainer.state.global_step == 3
+
+
+def test_a_stock_checkpoint_is_resumed_as_stock_resumes_it(tmp_path, caplog):
+    train("grpo", tmp_path, safe=False, steps=3, **WINDOW)
+    with caplog.at_level(logging.INFO, logger="safe_trainers"):
+        safe = train("grpo", tmp_path / "safe", resume=tmp_path / "checkpoint-1", steps=3, **WINDOW)
+    stock = train("grpo", tmp_path / "stock", safe=False, resume=tmp_path / "checkpoint-1", steps=3, **WINDOW)
+    assert not safe.differences(stock)
+    assert "has no marker" in caplog.text
+    assert "has no state of safe-trainers" in caplog.text
+
+
+def test_a_safe_checkpoint_is_one_for_stock_too(tmp_path):
+    whole = train("sft", tmp_path, steps=3)
+    stock = train("sft", tmp_path / "stock", safe=False, resume=tmp_path / "checkpoint-2", steps=3)
+    assert stock.fingerprint == whole.fingerprint
+
+
+def test_what_a_checkpoint_cannot_hold_is_named_and_the_run_goes_on(tmp_path):
+    class Holding(cells.SAFE["sft"]):
+        exact_state = (*cells.SAFE["sft"].exact_state, "replay")
+        replay = object()
+
+    saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    made = cells.arguments(Cell("text", "sft", "fp32", None), trl.SFTConfig, 1, **saving)
+    with pytest.warns(PrecisionWarning, match=r"replay holds builtins.object"):
+        Holding(**made).train()
+    assert [checkpoint.complete for checkpoint in checkpoints_in(tmp_path)] == [True]
+
+
+def test_state_of_a_new_trainer_is_saved_by_name(tmp_path):
+    class Counting(cells.SAFE["sft"]):
+        exact_state = (*cells.SAFE["sft"].exact_state, "seen")
+        seen: tuple[int, ...] = ()
+
+        def training_step(self, *args, **kwargs):
+            self.seen = (*self.seen, self.state.global_step)
+            return super().training_step(*args, **kwargs)
+
+    def made(steps: int) -> Any:
+        saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+        return Counting(**cells.arguments(Cell("text", "sft", "fp32", None), trl.SFTConfig, steps, **saving))
+
+    made(2).train()
+    again = made(3)
+    again.train(resume_from_checkpoint=True)
+    assert again.seen == (0, 1, 2)
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_state_file_runs_no_code(tmp_path):
+    train("sft", tmp_path, steps=1)
+    folder, proof = tmp_path / "checkpoint-1", tmp_path / "proof"
+    state, marker = folder / "safe_trainers_state_0.pt", folder / "safe_trainers_checkpoint.json"
+    torch.save({"geometry": Payload(proof)}, state)
+    content = json.loads(marker.read_text())
+    content["files"][state.name] = state.stat().st_size
+    marker.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"safe_trainers_state_0.pt cannot be read"):
+        train("sft", tmp_path / "2", steps=2, resume=folder)
+    assert not proof.exists()
+    torch.load(state, weights_only=False)
+    assert proof.exists()  # it could have
+
+
+# --- killed in the middle of a save ---
+
+
+@pytest.mark.parametrize(
+    "instant",
+    [instant if instant in ALWAYS else pytest.param(instant, marks=pytest.mark.slow) for instant in INSTANTS],
+)
+def test_a_run_killed_while_saving_goes_on_from_the_last_complete_checkpoint(instant, killed, tmp_path):
+    folder = killed()
+    signals = json.loads((folder / "signals.json").read_text())
+    assert signals[instant] == -(signal.SIGXFSZ if instant == "in-the-optimizer" else signal.SIGKILL)
+    out = folder / instant
+    complete = [checkpoint.path.name for checkpoint in checkpoints_in(out) if checkpoint.complete]
+    saved = instant in ("before-the-rotation", "in-the-rotation")
+    expected = f"checkpoint-{KILLED_AT if saved else KILLED_AT - 1}"
+    assert complete[0] == expected
+    if instant in ("after-the-weights", "in-the-optimizer"):
+        # Stock cannot tell: it takes the folder that was cut short, loads weights from it, and stops.
+        assert Path(get_last_checkpoint(str(out))).name == f"checkpoint-{KILLED_AT}"
+        shutil.copytree(out, tmp_path / "stock")
+        made = cells.arguments(Cell("text", "grpo", "fp32", None), trl.GRPOConfig, output_dir=str(tmp_path / "stock"))
+        with pytest.raises(FileNotFoundError, match=r"trainer_state.json"):
+            trl.GRPOTrainer(**made).train(resume_from_checkpoint=True)
+
+    whole = kill_child.build(cells.folder("text"), tmp_path / "whole")
+    whole.train()
+    resumed = kill_child.build(cells.folder("text"), out)
+    resumed.train(resume_from_checkpoint=True)
+    assert cells.fingerprint(resumed.model) == cells.fingerprint(whole.model)
+    optimizers = [run.optimizer.state_dict()["state"] for run in (whole, resumed)]
+    assert all(
+        torch.equal(one[k], two[k]) for one, two in zip(*map(dict.values, optimizers), strict=True) for k in one
+    )
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (whole, resumed)]
+    assert losses[0] == losses[1]
+    assert [str(checkpoint) for checkpoint in checkpoints_in(out)] == [f"checkpoint-{kill_child.STEPS} (complete)"]
+
+
+# --- several processes ---
+
+TOGETHER = """
+import json, sys
+import cells, kill_child
+from pathlib import Path
+
+folder, model = Path(sys.argv[1]), sys.argv[2]
+runs = {}
+for step in (None, 1, 3, 5):
+    settings = {"max_steps": 6, "save_total_limit": None, "per_device_train_batch_size": 2}
+    trainer = kill_child.build(model, folder / ("whole" if step is None else f"from-{step}"), **settings)
+    trainer.train(resume_from_checkpoint=None if step is None else str(folder / "whole" / f"checkpoint-{step}"))
+    losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    runs[str(step)] = [cells.fingerprint(trainer.model), losses]
+if trainer.accelerator.is_main_process:
+    (folder / "runs.json").write_text(json.dumps(runs))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_resume_together(tmp_path):
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER)
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "integration")))
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous]
+    command = [*launcher, str(script), str(tmp_path), str(cells.folder("text"))]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert runs["1"] == runs["3"] == runs["5"] == runs["None"]
+    # One process cannot use what two have buffered.
+    alone = kill_child.build(cells.folder("text"), tmp_path / "alone", max_steps=3, per_device_train_batch_size=2)
+    with pytest.warns(PrecisionWarning, match="processes was 2 and is 1"):
+        alone.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert alone.state.global_step == 3
