@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from safe_trainers import tiny
 from safe_trainers.boundaries import guard_leaves
+from safe_trainers.dtypes import from_torch
 from safe_trainers.fused import guard_fused
 from safe_trainers.layout import reconcile
 from safe_trainers.testing import fp16_on_cpu
@@ -314,6 +315,39 @@ def test_a_reconciled_model_trains_where_stock_stops(task, family, wide, kind):
     assert done.error is None
     assert done.guarded > 0
     trained(cells.STOCK[task], arguments(task, None, kind, model))
+
+
+@pytest.mark.parametrize(
+    ("family", "wide", "kind", "takes"),
+    [
+        ("gpt_oss", "embeddings", "attention", "boundaries"),
+        ("gpt_oss", "router", "experts", "boundaries"),
+        ("gpt_oss", "biases", "experts", "matrices"),
+        ("gpt_oss", "norms", "experts", "nothing"),
+        ("text", "norms", "attention", "nothing"),  # the boundaries of leaves are there before it is asked
+    ],
+)
+@pytest.mark.parametrize("task", ["sft", "grpo"])
+def test_a_safe_trainer_reconciles_a_model_that_it_is_given(task, family, wide, kind, takes):
+    made = arguments(task, None, kind, live(family, wide))
+    torch.manual_seed(0)
+    trainer = cells.SAFE[task](**made)
+    done = trainer.precision_preparation.layout
+    kept = {name: from_torch(p.dtype) for name, p in trainer.model.named_parameters() if "lora" not in name}
+    if FUSES:
+        assert what_it_took(done) == takes
+        assert ("float32" in kept.values()) == (not done.casts)
+    trainer.train()
+    assert kept == {name: from_torch(p.dtype) for name, p in trainer.model.named_parameters() if "lora" not in name}
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2
+    assert torch.tensor(losses).isfinite().all()
+
+
+@pytest.mark.parametrize("wide", ["embeddings", "router", "biases"])
+def test_under_autocast_weights_that_disagree_train_as_in_stock(wide):
+    safe = trained(cells.SAFE["sft"], arguments("sft", "bf16", "experts", live("gpt_oss", wide)))
+    assert safe == trained(cells.STOCK["sft"], arguments("sft", "bf16", "experts", live("gpt_oss", wide)))
 
 
 @pytest.mark.parametrize("kind", ["attention", "experts"])
