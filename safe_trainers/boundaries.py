@@ -22,7 +22,7 @@ from .towers import FEATURE_METHODS, Anatomy, is_quantized
 MATMUL_LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 """Modules that multiply their input with their weights: two dtypes always fail there."""
 NORM_LEAVES = (nn.LayerNorm, nn.GroupNorm)
-"""Modules that scale their input: half weights fail with any other dtype, float32 weights do not."""
+"""Modules that scale their input: half weights fail with any other dtype, float32 weights on some devices."""
 
 _MARK = "_safe_trainers_boundary"
 
@@ -136,7 +136,7 @@ def _follow_weights(leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     weight = _own_weight(leaf)
     if weight is None or weight.device.type == "meta" or torch.is_autocast_enabled(weight.device.type):
         return None
-    if isinstance(leaf, NORM_LEAVES) and weight.dtype == torch.float32:
-        return None
+    if isinstance(leaf, NORM_LEAVES) and weight.dtype == torch.float32 and weight.device.type == "cpu":
+        return None  # the CPU's kernel takes mixed inputs; CUDA's does not (pytorch#135969)
     new_args, new_kwargs = cast_floating(args, weight.dtype), cast_floating(kwargs, weight.dtype)
     return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)

@@ -160,24 +160,29 @@ class PrecisionBase(Trainer):
 
         Where it does not, as little as possible is brought to one dtype; what still cannot compute is refused.
         """
-        weights = self.precision_census.weights
-        if len(weights) == 1 or not weights & HALVES:
-            return
         columns = getattr(dataset, "column_names", None)
         if columns is None and isinstance(dataset, IterableDataset):
             columns = next(iter(dataset), {})  # a stream starts again at each `iter`
         pictures = processing_class if {"image", "images", "pixel_values"} & set(columns or ()) else None
-        autocast = self.precision_policy.autocast.value
+        done = self._make_meet(model, pictures)
+        if done is not None:
+            self.precision_preparation = replace(self.precision_preparation, layout=done)
+            self._place_boundaries(model)
+
+    def _make_meet(self, model: nn.Module, processing_class: Any = None) -> layout.Reconciliation | None:
+        """Makes a model compute whose weights disagree; `None` where they agree."""
+        weights, autocast = take_census(model).weights, self.precision_policy.autocast.value
+        if len(weights) == 1 or not weights & HALVES:
+            return None
         done = layout.reconcile(
             model,
             self.precision_policy.compute.value,
-            lambda: failure(model, pictures, autocast),
+            lambda: failure(model, processing_class, autocast),
             keep=self.precision_preparation.fp32_modules,
         )
         if done.error is not None:
-            raise PrecisionError([cannot_meet(model, pictures, weights, autocast, done.error)])
-        self.precision_preparation = replace(self.precision_preparation, layout=done)
-        self._place_boundaries(model)
+            raise PrecisionError([cannot_meet(model, processing_class, weights, autocast, done.error)])
+        return done
 
     def _check_accelerator(self) -> None:
         """Compares the accelerator that was really built with the policy that it was decided for."""
@@ -300,6 +305,7 @@ class PrecisionMixin(ExactCheckpoints):
     compute_context: Callable[[], contextlib.AbstractContextManager[Any]]
     _media_models: Callable[[], list[nn.Module]]
     _media_caster: Callable[[], MediaCaster]
+    _make_meet: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -325,6 +331,7 @@ class PrecisionMixin(ExactCheckpoints):
             if type(model) is type(policy):
                 prepare_reference(model, self.precision_policy, fp32_patterns_of(self.args))
             apply(self.precision_settlement_of(model), model)
+            self._make_meet(model)
 
     def precision_settlement_of(self, model: nn.Module) -> Settlement:
         """What a second model of the run needs: a reference or a teacher.

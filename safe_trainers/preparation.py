@@ -42,7 +42,7 @@ class Preparation:
         return {
             "decisions": [vars(decision) for decision in self.decisions],
             "quantized": None if self.quantized is None else self.quantized.to_dict(),
-            "layout": None if self.layout is None else [vars(cast) for cast in self.layout.casts],
+            "layout": None if self.layout is None else self.layout.to_dict(),
             "fp32_modules": list(self.fp32_modules),
             "warnings": [vars(warning) for warning in self.warnings],
         }

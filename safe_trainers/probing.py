@@ -1,6 +1,7 @@
 """Asking a live model something without changing anything of the run."""
 
 import contextlib
+import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -106,9 +107,21 @@ def failure(model: nn.Module, processing_class: Any, autocast: str) -> str | Non
     try:
         inputs = sample_inputs(processing_class)
         with undisturbed(model), context:
-            model(**{name: value.to(device) for name, value in inputs.items()})
+            for cached in _caches(model):
+                model(**{name: value.to(device) for name, value in inputs.items()}, **cached)
     except Exception as error:
         if isinstance(error, RuntimeError) and _DTYPE_ERROR.search(str(error)):
             return str(error)
         logger.info("the model could not be asked whether it computes: %s: %s", type(error).__name__, error)
     return None
+
+
+def _caches(model: nn.Module) -> list[dict[str, bool]]:
+    """With a cache, as `generate` runs a model, and without, as training does.
+
+    A cache holds keys and values in one dtype, and so hides that they disagree.
+    """
+    takes = inspect.signature(model.forward).parameters.values()
+    if any(parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+        return [{"use_cache": True}, {"use_cache": False}]
+    return [{}]

@@ -329,7 +329,7 @@ def _check_dataset(recipe: Recipe) -> None:
         columns = EMBEDDED_DATASETS[embedded]
         check_columns(recipe, (*columns, "completion") if recipe.task == "sft" and "prompt" in columns else columns)
         family = embedded_name(recipe.model.model_name_or_path)
-        if "image" in columns and family in {"text", "reward"}:
+        if "image" in columns and family in {"text", "gpt_oss", "reward"}:
             raise RecipeError(
                 f"{name} has pictures, and {TINY}{family} takes none. Write: model_name_or_path: tiny:llava"
             )

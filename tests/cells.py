@@ -98,7 +98,7 @@ def dataset(task: str, family: str, rows: int = 8) -> Any:
     if task == "reward":
         return tiny.preference_dataset(rows, seed=0)
     made = tiny.sft_dataset(rows, seed=0) if task == "sft" else tiny.prompt_dataset(rows, seed=0)
-    return made.remove_columns("image") if family == "text" else made
+    return made if family in tiny.VISION_FAMILIES else made.remove_columns("image")
 
 
 def settings(cell: Cell, steps: int = 2, **changes: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ TOWERS = {
     "llama4": {"vision_model", "multi_modal_projector"},
     "nocast": {"vision_tower", "projector"},
     "text": set(),
+    "gpt_oss": set(),
 }
 
 

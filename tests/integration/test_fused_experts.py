@@ -324,6 +324,7 @@ def test_a_reconciled_model_trains_where_stock_stops(task, family, wide, kind):
         ("gpt_oss", "router", "experts", "boundaries"),
         ("gpt_oss", "biases", "experts", "matrices"),
         ("gpt_oss", "norms", "experts", "nothing"),
+        ("text", "embeddings", "attention", "matrices"),
         ("text", "norms", "attention", "nothing"),  # the boundaries of leaves are there before it is asked
     ],
 )

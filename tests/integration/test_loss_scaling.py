@@ -1,5 +1,7 @@
 """fp16 with a real autocast and a loss scaler that refuses what CUDA's refuses: safe trains where stock stops."""
 
+import math
+
 import cells
 import pytest
 import torch
@@ -9,6 +11,7 @@ from policing import reset_accelerate
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BitsAndBytesConfig,
     TrainerCallback,
 )
@@ -121,6 +124,42 @@ def test_a_trained_head_on_a_quantised_base_meets_what_it_is_given(task, more, q
     safe, _ = build(task, load(task, torch.float32, quantized), flag=None, lora=lora(task, **more))
     safe.train()
     assert len(losses(safe)) == 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("task", ["sft", "grpo"])
+def test_a_checkpoint_that_was_quantised_in_bfloat16_trains_in_float16(task, nested, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    load(task, torch.bfloat16, "4bit", bnb_4bit_use_double_quant=nested).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(cells.folder("text")).save_pretrained(tmp_path)
+
+    def loaded():
+        return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+
+    stock, _ = build(task, loaded(), safe=False, lora=lora(task))
+    with pytest.raises(RuntimeError, match=r"autocast|BFloat16|dtype"):
+        stock.train()
+    cells.reset_autocast()
+
+    model = loaded()
+    packed = {name: p for name, p in model.named_parameters() if p.dtype == torch.uint8}
+    before = {name: (p.data_ptr(), p.detach().clone(), p.quant_state.absmax.clone()) for name, p in packed.items()}
+    assert len(before) == 7
+    assert {p.quant_state.dtype for p in packed.values()} == {torch.bfloat16}
+    safe, watch = build(task, model, steps=15, lora=lora(task))
+    for name, p in packed.items():
+        pointer, content, absmax = before[name]
+        assert p.data_ptr() == pointer
+        assert torch.equal(p, content)
+        assert torch.equal(p.quant_state.absmax, absmax)
+        assert p.quant_state.dtype == torch.float16
+        assert p.quant_state.nested == nested
+    assert {p.dtype for p in model.parameters()} == {torch.uint8, torch.float16, torch.float32}
+    assert model.config.dtype == torch.float16
+    safe.train()
+    assert watch.autocast == {torch.float16}
+    assert all(math.isfinite(loss) for loss in losses(safe))
+    assert len(losses(safe)) == 15
 
 
 def given_half_adapter():
