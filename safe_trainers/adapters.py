@@ -118,14 +118,16 @@ def refuse_upcast(decisions: Iterable[Decision]) -> Problem | None:
 def carry_out(model: nn.Module, decisions: Iterable[Decision]) -> None:
     """Casts what is to be cast, one tensor at a time: no more than the largest of them is held twice.
 
+    Doing it again changes nothing, but for what was replaced meanwhile: PEFT widens adapters that it loads.
+
     Args:
         model: The model that was decided on.
         decisions: What was decided.
     """
     parameters = dict(model.named_parameters())
     for decision in decisions:
-        if decision.source != decision.target:
-            parameter = parameters[decision.name]
+        parameter = parameters[decision.name]
+        if from_torch(parameter.dtype) != decision.target:
             parameter.data = parameter.data.to(to_torch(decision.target))
 
 

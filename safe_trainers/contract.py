@@ -118,6 +118,22 @@ def contract_of(trainer_class: type, elsewhere: str | None = None) -> SafetyCont
     )
 
 
+def generates_elsewhere(trainer: Any, args: Any) -> str | None:
+    """Why a run does not generate in its own process's compute context, `None` where it does.
+
+    Args:
+        trainer: The trainer, which may still be being built.
+        args: Its training arguments.
+    """
+    if getattr(args, "use_vllm", False):
+        return "vLLM generates, in a dtype of its own"
+    if getattr(args, "use_transformers_continuous_batching", False):
+        return "continuous batching generates in a thread of its own, which no context reaches"
+    if getattr(trainer, "rollout_func", None) is not None:
+        return "a rollout_func of the user's generates"
+    return "as asked by rollout_compute='stock'" if getattr(args, "rollout_compute", None) == "stock" else None
+
+
 def trl_bases(trainer_class: type) -> list[type]:
     """The classes of TRL that a class inherits from, most derived first."""
     return [base for base in trainer_class.__mro__ if base.__module__.split(".")[0] == "trl"]

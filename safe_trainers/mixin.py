@@ -24,6 +24,7 @@ from torch import nn
 from transformers import Trainer
 
 from . import layout, scaler
+from .adapters import carry_out
 from .captures import AdapterGuard, adapters_held
 from .census import Census, take_census
 from .checkpoints import ExactCheckpoints
@@ -84,7 +85,7 @@ class PrecisionBase(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs)
         model, training_args = bound.arguments["model"], bound.arguments["args"]
-        self.safety_contract = contract_of(type(self), _generates_elsewhere(self, training_args))
+        self.safety_contract = contract_of(type(self), generates_elsewhere(self, training_args))
         self._media: MediaCaster | None = None
         self._settle(model, training_args)
         self._reconcile_mixed_weights(
@@ -300,6 +301,7 @@ class PrecisionMixin(ExactCheckpoints):
     model: Any
     safety_contract: SafetyContract
     precision_policy: PrecisionPolicy
+    precision_preparation: Preparation
     precision_settlement: Settlement
     is_deepspeed_enabled: bool
     compute_context: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -344,6 +346,10 @@ class PrecisionMixin(ExactCheckpoints):
         """
         return settle(self.precision_policy, take_census(model), self.is_deepspeed_enabled)
 
+    def _adapters_loaded(self, checkpoint: str) -> None:
+        carry_out(self.model, self.precision_preparation.decisions)
+        super()._adapters_loaded(checkpoint)
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one turn of generation in the compute context of training.
 
@@ -370,17 +376,6 @@ class PrecisionMixin(ExactCheckpoints):
         caster = self._media_caster()
         cast = {key: new for key in caster.media(batch) if (new := caster.cast(key, batch[key])) is not batch[key]}
         return {**batch, **cast} if cast else batch
-
-
-def _generates_elsewhere(trainer: Any, args: Any) -> str | None:
-    """Why this run does not generate in this process's compute context, `None` where it does."""
-    if getattr(args, "use_vllm", False):
-        return "vLLM generates, in a dtype of its own"
-    if getattr(args, "use_transformers_continuous_batching", False):
-        return "continuous batching generates in a thread of its own, which no context reaches"
-    if getattr(trainer, "rollout_func", None) is not None:
-        return "a rollout_func of the user's generates"
-    return "as asked by rollout_compute='stock'" if getattr(args, "rollout_compute", None) == "stock" else None
 
 
 def _next_method(trainer: PrecisionMixin, name: str) -> Callable[..., Any]:
