@@ -28,7 +28,15 @@ from .adapters import carry_out
 from .captures import AdapterGuard, adapters_held
 from .census import Census, take_census
 from .checkpoints import ExactCheckpoints
-from .contract import BUFFER_METHOD, COVERED, ROLLOUT_METHOD, SafetyContract, check_bases, contract_of
+from .contract import (
+    BUFFER_METHOD,
+    COVERED,
+    ROLLOUT_METHOD,
+    SafetyContract,
+    check_bases,
+    contract_of,
+    generates_elsewhere,
+)
 from .declared import (
     check_adapters,
     check_loading,
