@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dtypes import AUTO, BFLOAT16, FLOAT32, from_torch, to_torch
+from .decisions import Decision, extra_bytes, mebibytes
+from .dtypes import AUTO, BFLOAT16, FLOAT32, from_torch
 from .errors import Problem, refuse
 from .policy import AS_MADE, PrecisionPolicy
 from .rounding import lost_share
@@ -25,25 +26,6 @@ RANDOM_INITS = (True, False, "gaussian", "orthogonal")
 """Values of `LoraConfig.init_lora_weights` that draw numbers, of which none stands for a number of the base."""
 _MATRIX = re.compile(r"\.lora_(embedding_)?[AB]\.")
 _MAGNITUDE, _COPY = ".lora_magnitude_vector.", ".modules_to_save."
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What one parameter is held in.
-
-    Attributes:
-        name: Its qualified name in the model.
-        source: Dtype that it has.
-        target: Dtype that it gets; the same where it keeps its bits.
-        reason: Why.
-        elements: How many numbers it holds.
-    """
-
-    name: str
-    source: str
-    target: str
-    reason: str
-    elements: int
 
 
 @dataclass(frozen=True)
@@ -115,47 +97,6 @@ def refuse_upcast(decisions: Iterable[Decision]) -> Problem | None:
     return refuse("half-trainables-under-loss-scaling", given, memory=mebibytes(extra_bytes(upcast)))
 
 
-def carry_out(model: nn.Module, decisions: Iterable[Decision]) -> None:
-    """Casts what is to be cast, one tensor at a time: no more than the largest of them is held twice.
-
-    Doing it again changes nothing, but for what was replaced meanwhile: PEFT widens adapters that it loads.
-
-    Args:
-        model: The model that was decided on.
-        decisions: What was decided.
-    """
-    parameters = dict(model.named_parameters())
-    for decision in decisions:
-        parameter = parameters[decision.name]
-        if from_torch(parameter.dtype) != decision.target:
-            parameter.data = parameter.data.to(to_torch(decision.target))
-
-
-def extra_bytes(decisions: Iterable[Decision]) -> int:
-    """The memory in bytes that decisions cost; negative where they save some."""
-    return sum(d.elements * (_width(d.target) - _width(d.source)) for d in decisions)
-
-
-def mebibytes(count: int) -> str:
-    """A number of bytes for people."""
-    return f"{count / 2**20:.1f} MiB"
-
-
-def table(decisions: Iterable[Decision]) -> str:
-    """The decisions for people: one line for all tensors that have one reason."""
-    groups: dict[tuple[str, str, str], list[Decision]] = {}
-    for decision in decisions:
-        groups.setdefault((decision.source, decision.target, decision.reason), []).append(decision)
-    lines = []
-    for (source, target, reason), members in groups.items():
-        what = f"{source} kept" if source == target else f"{source} -> {target}"
-        count = f"{len(members)} tensors" if len(members) > 1 else "1 tensor"
-        memory = extra_bytes(members)
-        cost = f", {mebibytes(memory)} more" if memory > 0 else ""
-        lines.append(f"{what}: {count} ({members[0].name}{', ...' if len(members) > 1 else ''}){cost}: {reason}")
-    return "\n".join(lines)
-
-
 def _adapter(name: str, source: str, policy: PrecisionPolicy, obstacle: str | None) -> tuple[str, str]:
     """What an adapter's tensor is held in."""
     choice = policy.adapter
@@ -194,8 +135,3 @@ def _obstacle(model: nn.Module, trainable: dict[str, nn.Parameter], circumstance
 def _inits(model: nn.Module) -> Iterator[Any]:
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     yield from (getattr(config, "init_lora_weights", True) for config in configs.values())
-
-
-def _width(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size

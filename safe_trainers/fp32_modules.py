@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adapters import Decision
 from .boundaries import cast_floating
+from .decisions import Decision
 from .dtypes import FLOAT32, HALVES, from_torch
 from .errors import PrecisionError, hint, nearest, refuse
 from .towers import anatomy, is_quantized, unwrap

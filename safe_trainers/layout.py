@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .boundaries import guard_leaves
+from .decisions import Decision, table
 from .dtypes import FLOAT16, FLOAT32, HALVES, SHORT, from_torch, to_torch
 from .errors import PrecisionError, Problem, refuse
 from .fused import guard_fused
@@ -29,28 +30,6 @@ _PEFT_PARTS = re.compile(r"\.(?:base_layer|original_module)(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Cast:
-    """One parameter that is brought to another dtype.
-
-    Attributes:
-        name: Its qualified name in the base model, without what PEFT puts around it.
-        source: Dtype that it has.
-        target: Dtype that it gets.
-        reason: Why.
-        elements: How many numbers it holds.
-    """
-
-    name: str
-    source: str
-    target: str
-    reason: str
-    elements: int
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.source} -> {self.target}, {self.reason}"
-
-
-@dataclass(frozen=True)
 class Reconciliation:
     """What was done so that a model computes.
 
@@ -61,7 +40,7 @@ class Reconciliation:
     """
 
     guarded: int = 0
-    casts: tuple[Cast, ...] = ()
+    casts: tuple[Decision, ...] = ()
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +49,7 @@ class Reconciliation:
 
     def __str__(self) -> str:
         boundaries = [f"boundaries: what enters {self.guarded} modules follows their weights"] if self.guarded else []
-        casts = [describe(self.casts)] if self.casts else []
+        casts = [table(self.casts)] if self.casts else []
         return "\n".join([*boundaries, *casts]) or "nothing: the model computes as it is"
 
 
@@ -135,7 +114,7 @@ def dominant(model: nn.Module, compute: str) -> str:
     return max(count, key=lambda dtype: (count[dtype], to_torch(dtype).itemsize), default=FLOAT32)
 
 
-def plan_layout(model: nn.Module, target: str, *, keep: Keep = (), vectors: bool = False) -> tuple[Cast, ...]:
+def plan_layout(model: nn.Module, target: str, *, keep: Keep = (), vectors: bool = False) -> tuple[Decision, ...]:
     """Decides which frozen weights are brought to another dtype; reads only.
 
     Matrices get `target`, and so does what hangs beside a matrix in one module: its bias. A vector alone (a norm) is
@@ -169,13 +148,13 @@ def plan_layout(model: nn.Module, target: str, *, keep: Keep = (), vectors: bool
         largest = _largest(weight.parameter)
         if largest > torch.finfo(to_torch(goal)).max:
             overflowing.append((largest, weight, goal))
-        casts.append(Cast(weight.names[0], weight.dtype, goal, reason, weight.parameter.numel()))
+        casts.append(Decision(weight.names[0], weight.dtype, goal, reason, weight.parameter.numel()))
     if overflowing:
         raise PrecisionError([_overflow(overflowing)])
     return tuple(casts)
 
 
-def apply_layout(model: nn.Module, casts: Iterable[Cast]) -> None:
+def apply_layout(model: nn.Module, casts: Iterable[Decision]) -> None:
     """Casts what was planned, in place, one tensor at a time: no more than the largest of them is held twice.
 
     Parameters stay the same objects, so that tied ones stay tied, and so do those that share their storage.
@@ -218,7 +197,7 @@ def reconcile(model: nn.Module, compute: str, failure: Callable[[], str | None],
         return Reconciliation()
     guarded = guard_leaves([model]) + guard_fused(model)
     error = failure()
-    casts: list[Cast] = []
+    casts: list[Decision] = []
     for vectors in (False, True):
         plan = () if error is None else plan_layout(model, dominant(model, compute), keep=keep, vectors=vectors)
         if plan:
@@ -226,19 +205,6 @@ def reconcile(model: nn.Module, compute: str, failure: Callable[[], str | None],
             casts += plan
             error = failure()
     return Reconciliation(guarded, tuple(casts), error)
-
-
-def describe(casts: Iterable[Cast]) -> str:
-    """Casts for people: one line for all that have the same dtypes and the same reason."""
-    groups: dict[tuple[str, str, str], list[Cast]] = {}
-    for cast in casts:
-        groups.setdefault((cast.source, cast.target, cast.reason), []).append(cast)
-    lines = []
-    for (source, target, reason), members in groups.items():
-        count = "1 tensor" if len(members) == 1 else f"{len(members)} tensors"
-        example = members[0].name + (", ..." if len(members) > 1 else "")
-        lines.append(f"{source} -> {target}: {count} ({example}): {reason}")
-    return "\n".join(lines)
 
 
 def _goal(weight: _Weight, target: str, vectors: bool, declared: bool, goals: dict[int, str]) -> tuple[str, str]:

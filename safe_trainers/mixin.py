@@ -24,7 +24,6 @@ from torch import nn
 from transformers import Trainer
 
 from . import layout, scaler
-from .adapters import carry_out
 from .captures import AdapterGuard, adapters_held
 from .census import Census, take_census
 from .checkpoints import ExactCheckpoints
@@ -37,6 +36,7 @@ from .contract import (
     contract_of,
     generates_elsewhere,
 )
+from .decisions import carry_out
 from .declared import (
     check_adapters,
     check_loading,

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from . import fp32_modules, quantization
-from .adapters import Circumstances, Decision, carry_out, decide, refuse_upcast, table
+from .adapters import Circumstances, decide, refuse_upcast
 from .census import quantization_method, take_census
+from .decisions import Decision, carry_out, table
 from .dtypes import AUTO, FLOAT32, HALVES, from_torch, to_torch
 from .errors import PrecisionError, Problem, warn
 from .layout import Reconciliation as Layout

@@ -9,7 +9,8 @@ from test_policy import A100, CPU, FUTURE, HALVES, T4
 from transformers import AutoModelForCausalLM
 
 from safe_trainers import PrecisionError, PrecisionWarning
-from safe_trainers.adapters import Circumstances, carry_out, decide, extra_bytes, refuse_upcast, table
+from safe_trainers.adapters import Circumstances, decide, refuse_upcast
+from safe_trainers.decisions import carry_out, extra_bytes, table
 from safe_trainers.policy import Flags, Model, resolve
 
 

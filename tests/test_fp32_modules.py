@@ -11,7 +11,7 @@ from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 from safe_trainers import PrecisionError, fp32_modules
-from safe_trainers.adapters import carry_out
+from safe_trainers.decisions import carry_out
 from safe_trainers.testing import fp16_on_cpu
 
 

@@ -29,9 +29,10 @@ from transformers import (
 
 from safe_trainers import PrecisionError, tiny
 from safe_trainers.boundaries import guard_leaves
+from safe_trainers.decisions import table
 from safe_trainers.dtypes import from_torch
 from safe_trainers.fused import guard_fused
-from safe_trainers.layout import apply_layout, declared_float32, describe, dominant, plan_layout, reconcile
+from safe_trainers.layout import apply_layout, declared_float32, dominant, plan_layout, reconcile
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -592,7 +593,7 @@ def test_what_no_layout_reaches_is_said():
 
 
 def test_a_report_has_one_line_for_each_reason():
-    lines = describe(plan_layout(mixed(wide=("norm", "embed_tokens", "bias")), "bfloat16", vectors=True)).splitlines()
+    lines = table(plan_layout(mixed(wide=("norm", "embed_tokens", "bias")), "bfloat16", vectors=True)).splitlines()
     assert lines == [
         "float32 -> bfloat16: 5 tensors (model.embed_tokens.weight, ...): matrices are bfloat16",
         "float32 -> bfloat16: 10 tensors (model.layers.0.self_attn.q_proj.bias, ...): it hangs beside a matrix of "
