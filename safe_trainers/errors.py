@@ -251,6 +251,31 @@ REFUSALS = _index(
         "{name} holds {value}, and float16 ends at 65,504: it would be saved as infinity.",
         "`save_dtype='bfloat16'`, which has float32's range, or none: weights are then saved as they are held",
     ),
+    Finding(
+        "nothing-to-merge",
+        "no adapter is active in it.",
+        "pass the `PeftModel` itself, `trainer.model`, outside of `disable_adapter()`",
+    ),
+    Finding(
+        "adapter-cannot-be-merged",
+        "{why}.",
+        "ship the adapter beside its base, `model.save_pretrained(...)`",
+    ),
+    Finding(
+        "merged-weights-overflow",
+        "{name} holds {value}, and float16 ends at 65,504: it would be infinite.",
+        "`dtype='bfloat16'` or `dtype='float32'`",
+    ),
+    Finding(
+        "output-not-empty",
+        "there is something in it, which would be overwritten, or mistaken for a part of the merged model.",
+        "a folder that is empty, or not there yet",
+    ),
+    Finding(
+        "merge-not-kept",
+        "what stands in the files is not what was merged: {what}.",
+        "ship the adapter beside its base, `model.save_pretrained(...)`",
+    ),
 )
 """Every refusal that a trainer or a config of this package can make, by id."""
 
@@ -296,6 +321,12 @@ WARNINGS = _index(
         "a checkpoint holds tensors, numbers, texts, lists and mappings only, so that loading it runs no code. "
         "Without it, a run that is resumed here goes on differently from one that was never stopped.",
         "{fix}",
+    ),
+    Finding(
+        "merge-loses-the-adapter",
+        "of what the adapters change, {share} rounds to nothing in {dtype}, whose steps are wider than the changes: "
+        "what is left is another adapter.",
+        "`dtype='float32'`, or ship the adapter beside its base, `model.save_pretrained(...)`",
     ),
 )
 """Every warning of this package, by id; each is given once per trainer."""

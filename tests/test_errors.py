@@ -52,6 +52,11 @@ def test_the_list_of_refusals_is_the_committed_one():
         "no-complete-checkpoint",
         "checkpoint-damaged",
         "save-dtype-overflows",
+        "nothing-to-merge",
+        "adapter-cannot-be-merged",
+        "merged-weights-overflow",
+        "output-not-empty",
+        "merge-not-kept",
     }
 
 
