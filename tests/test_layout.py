@@ -130,9 +130,9 @@ def test_a_narrow_minority_is_widened_without_loss():
 def test_a_vector_of_the_other_half_format_is_widened():
     model = frozen(tiny.build_model("text", dtype=BF16))
     model.model.norm.to(FP16)
-    assert [str(cast) for cast in plan_layout(model, "bfloat16")] == [
-        "model.norm.weight: float16 -> float32, a vector alone, of which float32 keeps all bits"
-    ]
+    (cast,) = plan_layout(model, "bfloat16")
+    assert (cast.name, cast.source, cast.target) == ("model.norm.weight", "float16", "float32")
+    assert cast.reason == "a vector alone, of which float32 keeps all bits"
 
 
 @pytest.mark.parametrize(
