@@ -30,7 +30,7 @@ TRAINER_STATE = "trainer_state.json"
 FORMAT = 1
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_ASIDE = "replaced-"  # where a whole checkpoint waits while another of the same step is written
+_ASIDE = "_replaced-"  # where a whole checkpoint waits while another of the same step is written
 _TORCH = re.compile(
     r"(pytorch_model|adapter_model|optimizer|scheduler|scaler|rng_state|training_args|safe_trainers_)"
     r".*\.(bin|pt|pth)"
@@ -57,6 +57,11 @@ class Checkpoint:
     def complete(self) -> bool:
         """Whether the folder holds all that was written, as far as names, sizes and headers show."""
         return self.marked and not self.faults
+
+    @property
+    def remains(self) -> bool:
+        """Whether the folder is what is left of a checkpoint of this package."""
+        return bool(self.faults) and (self.marked or any(self.path.glob("safe_trainers_*")))
 
     def __str__(self) -> str:
         why = "; ".join(self.faults) or "complete" if self.marked else "; ".join(("no marker", *self.faults))
@@ -160,7 +165,8 @@ def choose_checkpoint(given: Any, output_dir: Path) -> Any:
     """Decides what a run resumes from.
 
     Args:
-        given: `resume_from_checkpoint`: `True` for the latest complete checkpoint, a folder, `False` or `None`.
+        given: `resume_from_checkpoint`: `True` for the latest complete checkpoint, a folder, `False` or `None`; the
+            first and third as text too, as a recipe has them, unless there is a folder of that name.
         output_dir: Where the run saves.
 
     Returns:
@@ -170,6 +176,8 @@ def choose_checkpoint(given: Any, output_dir: Path) -> Any:
         CheckpointError: If `True` finds checkpoints and none of them is complete, or the folder given is cut short,
             damaged or unreadable.
     """
+    if isinstance(given, str) and not Path(given).exists():
+        given = {"true": True, "false": False}.get(given.lower(), given)
     if given is None or given is False:
         return given
     if given is True:

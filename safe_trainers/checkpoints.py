@@ -84,10 +84,10 @@ class ExactCheckpoints(ExactState):
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _rotate(self, run_dir: Path, current: Path) -> None:
-        """Removes checkpoints as upstream does; those that are not whole do not count."""
+        """Removes checkpoints as upstream does; those of this package that are not whole do not count."""
         best = self.state.best_model_checkpoint
         for checkpoint in checkpoints_in(run_dir):
-            if checkpoint.faults and (best is None or checkpoint.path.resolve() != Path(best).resolve()):
+            if checkpoint.remains and (best is None or checkpoint.path.resolve() != Path(best).resolve()):
                 logger.info("removing %s", checkpoint)
                 shutil.rmtree(checkpoint.path, ignore_errors=True)
         if hasattr(self, "_rotate_checkpoints"):  # transformers 4

@@ -283,9 +283,13 @@ def test_without_any_checkpoint_upstream_says_so(tmp_path):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
 
 
-@pytest.mark.parametrize("given", [None, False])
+@pytest.mark.parametrize("given", [None, False, "false"])
 def test_a_run_from_the_start_looks_at_nothing(given, tmp_path):
-    assert choose_checkpoint(given, tmp_path / "missing") is given
+    assert not choose_checkpoint(given, tmp_path / "missing")
+
+
+def test_true_may_be_a_text_as_recipes_have_it(run):
+    assert choose_checkpoint("True", run) == str(run / "checkpoint-2")
 
 
 # --- what is removed, and when ---
@@ -322,6 +326,13 @@ def test_folders_that_are_not_whole_do_not_count_as_kept(out):
     assert [str(c) for c in checkpoints_in(out)] == ["checkpoint-3 (complete)", "checkpoint-2 (complete)"]
 
 
+def test_folders_of_others_are_removed_by_upstreams_rule_alone(stock):
+    (stock / "checkpoint-1" / "trainer_state.json").unlink()
+    made = trainer(stock, 3, save_total_limit=3)
+    made.train(resume_from_checkpoint=str(stock / "checkpoint-2"))
+    assert [c.path.name for c in checkpoints_in(stock)] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"]
+
+
 def test_where_times_cannot_be_relied_on_a_later_number_does_not_displace_the_current_one(out, caplog):
     """Folders that seem to be written within a second are ordered by their number: 9 would be the latest."""
     shutil.copytree(out / "checkpoint-2", out / "checkpoint-9")
@@ -338,7 +349,7 @@ def test_where_times_cannot_be_relied_on_a_later_number_does_not_displace_the_cu
     assert [c.path.name for c in checkpoints_in(out)] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("limit", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_best_checkpoint_survives(limit, tmp_path):
     arguments = {
         "save_total_limit": limit,
@@ -378,7 +389,7 @@ def test_a_whole_checkpoint_of_the_same_step_waits_until_the_new_one_is_whole(ou
     begin_checkpoint(out / "checkpoint-2")
     (out / "checkpoint-2" / "trainer_state.json").write_text("{}")
     finish_checkpoint(out / "checkpoint-2", 2)
-    assert not list(out.glob("replaced-*"))
+    assert not list(out.glob("_replaced-*"))
     assert list(json.loads((out / "checkpoint-2" / MARKER).read_text())["files"]) == ["trainer_state.json"]
 
 

@@ -26,9 +26,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from safe_trainers.checkpoint_files import checkpoints_in
 from safe_trainers.errors import CheckpointError, PrecisionWarning
+from safe_trainers.resume import to_plain
 
 
 ROOT = Path(__file__).parents[2]
+PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "integration"), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in PATHS if path)}
 ALWAYS = ["in-the-optimizer", "before-the-marker", "in-the-rotation"]
 WINDOW = {"steps_per_generation": 4, "num_iterations": 2, "gradient_accumulation_steps": 2}
 CLOCK = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
@@ -64,7 +67,8 @@ def rows(task: str, family: str) -> Dataset:
 
 def train(task: str, out: Path, *, safe: bool = True, resume: Any = None, family: str = "text", **changes: Any) -> Run:
     """Trains a tiny model; a run from the start saves after each step, a resumed one saves nothing."""
-    cell = Cell(family, task, "fp32", None, beta=changes.pop("beta", 0.0))
+    weights, flag, lora = changes.pop("weights", "fp32"), changes.pop("flag", None), changes.pop("lora", False)
+    cell = Cell(family, task, weights, flag, lora, changes.pop("beta", 0.0))
     steps, data = changes.pop("steps", 6), changes.pop("data", None)
     saving = {"save_strategy": "steps", "save_steps": 1} if resume is None else {"save_strategy": "no"}
     made = cells.arguments(cell, cells.PLAIN[task], steps, output_dir=str(out), **{**saving, **changes})
@@ -84,9 +88,8 @@ def killed(request, tmp_path_factory):
     instants = [instant for instant in INSTANTS if instant in chosen and (marked or instant in ALWAYS)]
     folder = tmp_path_factory.mktemp("killed")
     command = [sys.executable, kill_child.__file__, str(cells.folder("text")), str(folder), *instants]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open(folder / "output.txt", "w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output) if instants else None
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output) if instants else None
 
     def wait() -> Path:
         assert process.wait(timeout=240) == 0, (folder / "output.txt").read_text()[-2000:]
@@ -145,6 +148,21 @@ def test_buffered_pictures_are_resumed_too(task, family, tmp_path):
     assert not resumed.differences(whole)
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {"weights": "bf16", "flag": "bf16", "lora": True, "beta": 0.1},
+        pytest.param({"weights": "fp32", "flag": "bf16", "lora": True, "beta": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"weights": "bf16"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda cell: "-".join(f"{key}_{value}" for key, value in cell.items()),
+)
+def test_half_precision_and_adapters_are_resumed_inside_a_window(cell, tmp_path):
+    whole = train("grpo", tmp_path, steps=3, **WINDOW, **cell)
+    resumed = train("grpo", tmp_path / "2", steps=3, resume=tmp_path / "checkpoint-2", **WINDOW, **cell)
+    assert not resumed.differences(whole)
+
+
 def test_at_the_end_of_a_window_no_buffer_is_stored(tmp_path):
     train("grpo", tmp_path, steps=2, steps_per_generation=2, gradient_accumulation_steps=2)
     state = torch.load(tmp_path / "checkpoint-1" / "safe_trainers_state_0.pt", weights_only=True)
@@ -170,9 +188,8 @@ def test_the_table_of_completions_is_resumed_with_its_pictures(tmp_path, capsys)
     first, second = (run.trainer._logs for run in (whole, resumed))
     assert list(first["completion"]) == list(second["completion"])
     assert second["advantages"].maxlen == first["advantages"].maxlen
-    pictures = [block["image"] for block in second["prompt"][0][0]["content"] if block["type"] == "image"]
-    before = [block["image"] for block in first["prompt"][0][0]["content"] if block["type"] == "image"]
-    assert [picture.tobytes() for picture in pictures] == [picture.tobytes() for picture in before]
+    assert to_plain(second["prompt"], "prompts") == to_plain(first["prompt"], "prompts")
+    assert "__png__" in str(to_plain(second["prompt"], "prompts")) or isinstance(first["prompt"][0], str)  # TRL 0.29
 
 
 # --- what the log averages, and the order of the data ---
@@ -193,7 +210,8 @@ def test_the_training_loss_of_a_resumed_call_is_of_its_own_steps(tmp_path):
     train("sft", tmp_path / "3", logging_steps=3)
     resumed = train("sft", tmp_path / "resumed", resume=tmp_path / "3" / "checkpoint-4", logging_steps=3)
     own = [entry["loss"] for entry in whole.log if "loss" in entry][4:]
-    assert resumed.log[-1]["train_loss"] == pytest.approx(sum(own) / 2, rel=1e-4)
+    steps = 2 if hasattr(resumed.trainer, "_initial_global_step") else 6  # transformers 4 divides by all steps
+    assert resumed.log[-1]["train_loss"] == pytest.approx(sum(own) / steps, rel=1e-4)
 
 
 def test_an_order_drawn_without_a_seed_is_resumed(tmp_path):
@@ -209,6 +227,7 @@ def test_an_order_drawn_without_a_seed_is_resumed(tmp_path):
     assert "weights" in stock.differences(whole)
 
 
+@pytest.mark.skipif(trl.__version__.startswith("0."), reason="GRPO takes no streams in TRL 0.29")
 def test_streams_are_resumed_in_their_first_pass(tmp_path):
     def stream() -> IterableDataset:
         return rows("grpo", "text").to_iterable_dataset()
@@ -376,12 +395,10 @@ if trainer.accelerator.is_main_process:
 def test_two_processes_resume_together(tmp_path):
     script = tmp_path / "together.py"
     script.write_text(TOGETHER)
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "integration")))
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous]
     command = [*launcher, str(script), str(tmp_path), str(cells.folder("text"))]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert runs["1"] == runs["3"] == runs["5"] == runs["None"]
