@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
-from safe_trainers import SafeSFTTrainer
+from safe_trainers import PrecisionBase, PrecisionMixin, SafeSFTTrainer, checkpoints
 from safe_trainers.checkpoint_files import (
     MARKER,
     begin_checkpoint,
@@ -99,8 +99,6 @@ def test_the_marker_comes_after_what_trl_writes_last(tmp_path):
             assert json.loads((folder / MARKER).read_text())["complete"] is False
             (folder / "written_by_trl.json").write_text("{}")
 
-    from safe_trainers import PrecisionBase, PrecisionMixin
-
     class SafeLate(PrecisionMixin, Late, PrecisionBase):
         pass
 
@@ -114,8 +112,6 @@ def test_a_push_finds_the_marker(tmp_path):
     class Pushing(trl.SFTTrainer):
         def _push_from_checkpoint(self, folder):  # a stand-in for the hub, which is not reached from here
             pushed.append((Path(folder).name, inspect_checkpoint(Path(folder)).complete, self.args.save_total_limit))
-
-    from safe_trainers import PrecisionBase, PrecisionMixin
 
     class SafePushing(PrecisionMixin, Pushing, PrecisionBase):
         pass
@@ -305,7 +301,6 @@ def test_one_checkpoint_is_kept_and_the_arguments_are_saved_as_they_are(tmp_path
 
 def test_the_older_checkpoint_is_there_until_the_marker_is(tmp_path, monkeypatch):
     seen = []
-    from safe_trainers import checkpoints
 
     def finishing(folder: Path, step: int) -> None:
         seen.append([c.path.name for c in checkpoints_in(folder.parent) if c.complete])
@@ -314,6 +309,24 @@ def test_the_older_checkpoint_is_there_until_the_marker_is(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoints, "finish_checkpoint", finishing)
     trainer(tmp_path, 3, save_total_limit=1).train()
     assert seen == [[], ["checkpoint-1"], ["checkpoint-2"]]
+
+
+def test_a_save_that_fails_costs_nothing_that_was_there(tmp_path):
+    class Failing(trl.SFTTrainer):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            if self.state.global_step == 2:
+                raise OSError("No space left on device")
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    class SafeFailing(PrecisionMixin, Failing, PrecisionBase):
+        pass
+
+    made = trainer(tmp_path, 3, of=SafeFailing, save_total_limit=1)
+    with pytest.raises(OSError, match="No space left"):
+        made.train()
+    assert made.args.save_total_limit == 1
+    found = ["checkpoint-2 (saving it was cut short)", "checkpoint-1 (complete)"]
+    assert [str(checkpoint) for checkpoint in checkpoints_in(tmp_path)] == found
 
 
 def test_folders_that_are_not_whole_do_not_count_as_kept(out):
