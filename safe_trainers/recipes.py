@@ -372,7 +372,7 @@ def _check_output(recipe: Recipe) -> None:
     if not os.access(existing, os.W_OK):
         raise RecipeError(f"output_dir {output} cannot be written: {existing} is read-only")
     resume = recipe.training.resume_from_checkpoint
-    if resume and not Path(resume).is_dir():
+    if resume and str(resume).lower() not in {"true", "false"} and not Path(resume).is_dir():
         raise RecipeError(f"there is no checkpoint {resume}. Write: resume_from_checkpoint: {output}/checkpoint-100")
 
 

@@ -27,7 +27,7 @@ IGNORED_VARIABLES = frozenset(
 # TrainingArguments of transformers 4.57 writes the precision of the *last* config built into the environment, and the
 # next Accelerator reads it there: a bf16 test would decide the dtype of the fp32 test after it. No test can avoid the
 # leak, so it is put back and not reported. 5.x hands the value over in memory; the entry can go with 4.57.
-RESET_VARIABLES = frozenset({"ACCELERATE_MIXED_PRECISION"})
+RESET_VARIABLES = frozenset({"ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_IPEX"})
 IGNORED_FILES = frozenset({".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycache__", ".git"})
 
 

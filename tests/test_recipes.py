@@ -349,6 +349,31 @@ def test_a_run_writes_checkpoint_log_and_plot(task, recipe, capsys, tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.parametrize("task", ["sft", "reward"])
+def test_a_4_bit_model_is_scored_and_then_still_learns(task, recipe, tmp_path):
+    """On a CPU one forward pass in evaluation mode would leave bitsandbytes' layers without gradients."""
+    pytest.importorskip("bitsandbytes")
+    changes = {"max_steps": 2, "logging_steps": 1, "dataset_size": 16, "evaluation_size": 8, "output_dir": "out",
+               "progress": False, "load_in_4bit": True, "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"],
+               "precision": "bf16", "reward_funcs": ..., "num_generations": ...}  # fmt: skip
+    if task == "reward":
+        changes |= {"dataset_name": "tiny:preferences", "model_name_or_path": "tiny:reward", "needs_images": False}
+    assert main([task, *recipe(**changes)]) == 0
+    log = json.loads((tmp_path / "out" / "log.json").read_text())
+    assert all(entry["grad_norm"] > 0 for entry in log["log"] if "loss" in entry)
+    assert log["precision"]["preparation"]["quantized"]["compute"] == "bfloat16"
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_a_recipe_resumes_from_the_newest_checkpoint(recipe, tmp_path):
+    changes = {"dataset_size": 16, "evaluation_size": 8, "save_strategy": "steps", "save_steps": 1,
+               "output_dir": "out", "progress": False, "reward_funcs": ..., "num_generations": ..., "logging_steps": 1}  # fmt: skip
+    assert main(["sft", *recipe(**changes, max_steps=2)]) == 0
+    assert main(["sft", *recipe(**changes, max_steps=3, resume_from_checkpoint="true")]) == 0
+    log = json.loads((tmp_path / "out" / "log.json").read_text())["log"]
+    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3]
+
+
 def test_the_demo_shows_the_crash_of_stock_and_then_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     short = [

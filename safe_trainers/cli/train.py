@@ -97,7 +97,7 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
             "train_dataset": dataset,
             "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
             "quantization_config": get_quantization_config(dataclasses.replace(recipe.model, dtype=compute_of_4bit)),
-            "peft_config": get_peft_config(recipe.model),
+            "peft_config": get_peft_config(dataclasses.replace(recipe.model, lora_task_type=_lora_task_type(recipe))),
         }
         if hasattr(recipe.script, "reward_funcs"):
             settings["reward_funcs"] = load_rewards(recipe)
@@ -115,6 +115,12 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     if trainer.accelerator.is_main_process:
         write_run(run, recipe, console)
     return run
+
+
+def _lora_task_type(recipe: Any) -> str:
+    """What PEFT has to know of the task; TRL's default fits language models alone."""
+    asked: str = recipe.model.lora_task_type
+    return "SEQ_CLS" if recipe.task == "reward" and asked == "CAUSAL_LM" else asked
 
 
 @contextlib.contextmanager
@@ -186,6 +192,7 @@ def _precision(trainer: Any) -> dict[str, Any] | None:
     return {
         "policy": trainer.precision_policy.to_dict(),
         "census": trainer.precision_census.to_dict(),
+        "preparation": trainer.precision_preparation.to_dict(),
         "settlement": trainer.precision_settlement.to_dict(),
         "media": [vars(decision) for decision in trainer.media_decisions],
         "contract": trainer.safety_contract.to_dict(),

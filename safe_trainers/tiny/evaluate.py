@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from safe_trainers.probing import undisturbed
 from safe_trainers.tiny.rewards import exact_match
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the mode of every module is restored."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _batches(dataset: Dataset, batch_size: int) -> Iterator[dict[str, list[Any]]]:
@@ -74,7 +61,7 @@ def answers(
         ValueError: If the dataset is empty or the batch size is not positive.
     """
     texts: list[str] = []
-    with _evaluating(model):
+    with undisturbed(model):
         for batch in _batches(dataset, batch_size):
             prompts = [
                 processor.apply_chat_template(_with_image(prompt), add_generation_prompt=True, tokenize=False)
@@ -170,7 +157,7 @@ def preference_accuracy(
         ValueError: If the dataset is empty or the batch size is not positive.
     """
     right = 0
-    with _evaluating(model):
+    with undisturbed(model):
         for batch in _batches(dataset, batch_size):
             scores = []
             for column in ("chosen", "rejected"):

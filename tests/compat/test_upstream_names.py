@@ -5,6 +5,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 import trl
 from accelerate import Accelerator
@@ -86,3 +87,33 @@ def test_peft_marks_its_layers():
     assert "modules_to_save" in inspect.signature(ModulesToSaveWrapper.__init__).parameters or hasattr(
         ModulesToSaveWrapper, "adapter_layer_names"
     )
+
+
+OVERRIDDEN_FOR_CHECKPOINTS = [
+    "train", "_save_checkpoint", "_push_from_checkpoint", "_save", "_get_output_dir", "_load_from_checkpoint",
+    "_load_best_model", "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "training_step",
+    "create_accelerator_and_postprocess",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", OVERRIDDEN_FOR_CHECKPOINTS)
+def test_trainer_has_what_checkpoints_and_the_scaler_override(method):
+    assert method in vars(transformers.Trainer)
+
+
+def test_rotation_is_upstreams():
+    from transformers import trainer_utils
+
+    new = hasattr(trainer_utils, "rotate_checkpoints") and hasattr(trainer_utils, "sort_checkpoints")
+    assert new or hasattr(transformers.Trainer, "_rotate_checkpoints")
+
+
+@pytest.mark.parametrize("trainer", GENERATING)
+@pytest.mark.parametrize("name", ["_step", "_buffered_inputs", "_metrics"])
+def test_generating_trainers_keep_their_window_where_it_is_saved(trainer, name):
+    assert name in trainer.__init__.__code__.co_names
+
+
+@pytest.mark.parametrize("name", ["scale", "growth_factor", "backoff_factor", "growth_interval"])
+def test_the_scalers_state_holds_what_the_config_sets(name):
+    assert name in torch.amp.GradScaler("cpu").state_dict()
