@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import (
     REFUSALS,
     WARNINGS,
+    CheckpointError,
     ContractError,
     PrecisionError,
     PrecisionWarning,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .contract import SafetyContract, contract_of
     from .dtypes import parse_dtype
     from .media import MEDIA_KEYS
+    from .merging import MergeCheck, merge_and_save
     from .mixin import PrecisionBase, PrecisionMixin
     from .policy import PrecisionPolicy, resolve
     from .settlement import Settlement, settle
@@ -37,6 +39,7 @@ _HOMES = {
     "contract": ("SafetyContract", "contract_of"),
     "dtypes": ("parse_dtype",),
     "media": ("MEDIA_KEYS",),
+    "merging": ("MergeCheck", "merge_and_save"),
     "mixin": ("PrecisionBase", "PrecisionMixin"),
     "policy": ("PrecisionPolicy", "resolve"),
     "settlement": ("Settlement", "settle"),
@@ -50,7 +53,9 @@ __all__ = [
     "REFUSALS",
     "WARNINGS",
     "Census",
+    "CheckpointError",
     "ContractError",
+    "MergeCheck",
     "PrecisionArguments",
     "PrecisionBase",
     "PrecisionError",
@@ -72,6 +77,7 @@ __all__ = [
     "UnsupportedVersionError",
     "__version__",
     "contract_of",
+    "merge_and_save",
     "parse_dtype",
     "resolve",
     "settle",
