@@ -76,8 +76,9 @@ def merged_weights(model: nn.Module, dtype: str | torch.dtype | None = None) -> 
     """All weights and persistent buffers with the active adapters merged in, one layer at a time.
 
     The sum of base and adapter is made in float32 and rounded once. The model is only read, so that its base keeps its
-    bytes, however often and however far this is iterated; the memory beside it is one layer in float32. A layer whose
-    adapters are disabled, or merged already, is handed out as its base is, which is what it computes with.
+    bytes, however often and however far this is iterated; the memory beside it is one layer in float32, and PEFT's
+    delta of it. A layer whose adapters are disabled, or merged already, is handed out as its base is, which is what it
+    computes with.
 
     Args:
         model: A model with PEFT adapters, on a base that is unquantised or packed by bitsandbytes.
@@ -134,18 +135,21 @@ def unmergeable(model: nn.Module) -> Problem | None:
         than bitsandbytes, or weights that are not all in this process. `None` where nothing speaks against it.
     """
     base = unwrap(model)
-    configs = active_configs(model)
-    layers = [part for part in base.modules() if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-    for config in configs.values():
+    for config in (getattr(model, "peft_config", None) or {}).values():
         if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type in _ROUTED:
             why = "what it adds depends on the input, or stands beside it: it is no change of the weights"
             return _refusal(f"a {_text(config.peft_type)} adapter", why)
+    layers = [part for part in base.modules() if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
     if all(layer.disable_adapters for layer in layers):
         disabled = " whose adapters are disabled" if layers else ""
         return refuse("nothing-to-merge", f"a {type(model).__name__}{disabled}")
     for layer in layers:
         if isinstance(layer, BaseTunerLayer) and _plain(type(layer)).merge is BaseTunerLayer.merge:
             return _refusal(f"an adapter with {type(layer).__name__} layers", "PEFT has no `merge` for them")
+        active = [name for name in layer.active_adapters if name in getattr(layer, "lora_variant", ())]
+        if active and len(layer.active_adapters) > 1 and not hasattr(layer, "_unmerged_base_weight"):
+            why = "PEFT before 0.21 merges them into another model than it computes"
+            return _refusal(f"several active adapters, {active[0]!r} among them with DoRA or another variant", why)
     for name, parameter in base.named_parameters():
         sharded = type(parameter).__module__.startswith("torch.distributed")
         partitioned = hasattr(parameter, "ds_id") and parameter.numel() == 0

@@ -194,8 +194,8 @@ def _write(base: Any, merged: _Merged, folder: Path, processing_class: Any) -> N
     """Writes weights, config and processor by the model's own class, from an empty model beside the live one."""
     config = copy.deepcopy(base.config)
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
+        for name in {"quantization_config", "_pre_quantization_dtype"} & vars(part or nn.Identity()).keys():
+            delattr(part, name)
         if merged.untied and getattr(part, "tie_word_embeddings", False):
             part.tie_word_embeddings = False
     with torch.device("meta"):
@@ -241,7 +241,8 @@ def _inputs_of(base: Any, inputs: Mapping[str, torch.Tensor] | None) -> dict[str
         return dict(inputs)
     vocabulary = base.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))  # (B, T)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    made = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return made | {"decoder_input_ids": tokens} if base.config.is_encoder_decoder else made
 
 
 def _ask(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -260,8 +261,10 @@ def _compare(before: torch.Tensor, after: torch.Tensor, inputs: Mapping[str, tor
         return {"compared": "scores", "max_difference": difference.max().item(),
                 "mean_difference": difference.mean().item(), "kl": None, "top1_agreement": agreement}  # fmt: skip
     live, merged = (logits[:, :-1].double().log_softmax(-1) for logits in (before, after))  # (B, T - 1, V)
-    tokens = inputs["input_ids"][:, 1:].cpu()  # (B, T - 1)
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))[:, 1:].cpu().bool()
+    side = "decoder_" if "decoder_input_ids" in inputs else ""
+    tokens = inputs[f"{side}input_ids"][:, 1:].cpu()  # (B, T - 1)
+    padding = inputs.get(f"{side}attention_mask")
+    mask = torch.ones_like(tokens).bool() if padding is None else padding[:, 1:].cpu().bool()  # (B, T - 1)
     difference = (live - merged).gather(-1, tokens[..., None])[..., 0].abs()[mask]
     divergence = nn.functional.kl_div(merged, live, reduction="none", log_target=True).sum(-1)[mask]
     return {
