@@ -8,6 +8,7 @@ not save, in resume.py.
 import contextlib
 import logging
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, trainer_utils
 
+from .adapter_files import another_base, misfit, saved_base
 from .checkpoint_files import (
     begin_checkpoint,
     checkpoints_in,
@@ -24,7 +26,7 @@ from .checkpoint_files import (
     safetensors_dtypes,
 )
 from .dtypes import from_torch, parse_dtype
-from .errors import CheckpointError
+from .errors import CheckpointError, PrecisionWarning
 from .resume import EpochBegins, ExactState
 from .towers import adapter_parameters
 from .weight_files import cast_weights, declare_dtype, load_as_saved, saved_under_other_names
@@ -159,6 +161,7 @@ class ExactCheckpoints(ExactState):
         """
         chosen = self._agree(partial(choose_checkpoint, resume_from_checkpoint, Path(self.args.output_dir)))
         if chosen is not None and not isinstance(chosen, bool):
+            self._check_adapters(Path(chosen))
             self._resumed = self._read_state(Path(chosen))
         if not any(isinstance(callback, EpochBegins) for callback in self.callback_handler.callbacks):
             self.add_callback(EpochBegins(self._epoch_begins))
@@ -166,6 +169,15 @@ class ExactCheckpoints(ExactState):
             return super().train(chosen, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._resumed = self._carried_loss = None
+
+    def _check_adapters(self, folder: Path) -> None:
+        """Refuses adapters of other shapes before anything is loaded, and warns of ones of another base."""
+        problem = misfit(folder, self.model)
+        if problem is not None:
+            raise CheckpointError([problem])
+        warning = another_base("default", saved_base(folder), self.model)
+        if warning is not None and self.accelerator.is_main_process:
+            warnings.warn(str(warning), PrecisionWarning, stacklevel=4)
 
     def _agree(self, decide: Callable[[], Any]) -> Any:
         """Lets the main process decide, and every process return or raise the same."""

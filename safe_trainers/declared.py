@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapter_files import another_base
 from .adapters import Circumstances
 from .census import Census, take_census
 from .device import Device, detect_device
 from .dtypes import AUTO, FLOAT32, SHORT, from_torch, parse_dtype
-from .errors import PrecisionError, PrecisionWarning, refuse, warn
+from .errors import PrecisionError, PrecisionWarning, refuse
 from .policy import Flags, Model, PrecisionPolicy, resolve
 from .quantized_loading import asked_quantization, missing_backend, skip_heads, unloadable_head
-from .towers import unwrap
 
 
 def flags_of(args: Any, trainer_class: type) -> Flags:
@@ -168,13 +168,6 @@ def check_adapters(model: Any, peft_config: Any) -> None:
             kind = type(peft_config).__name__
             raise PrecisionError([refuse("not-a-peft-config", f"peft_config={peft_config!r}", kind=kind)])
     for name, config in (getattr(model, "peft_config", None) or {}).items():
-        trained = getattr(config, "base_model_name_or_path", None)
-        base = getattr(getattr(unwrap(model), "config", None), "_name_or_path", None)
-        if trained and base and _folder(trained) != _folder(base):
-            problem = warn("adapter-of-another-base", f"the adapter {name!r}", trained=trained, base=base)
+        problem = another_base(name, getattr(config, "base_model_name_or_path", None), model)
+        if problem is not None:
             warnings.warn(str(problem), PrecisionWarning, stacklevel=4)
-
-
-def _folder(name: str) -> str:
-    """The last part of a model's name, the same for the Hub's and for a folder that it was copied to."""
-    return name.rstrip("/").split("/")[-1]

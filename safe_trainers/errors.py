@@ -247,6 +247,11 @@ REFUSALS = _index(
         "{fix}",
     ),
     Finding(
+        "adapter-does-not-fit",
+        "the saved adapter is not this run's: {detail}.",
+        "the `peft_config` and the model that it was trained with, or another `output_dir` for a new run",
+    ),
+    Finding(
         "save-dtype-overflows",
         "{name} holds {value}, and float16 ends at 65,504: it would be saved as infinity.",
         "`save_dtype='bfloat16'`, which has float32's range, or none: weights are then saved as they are held",

@@ -47,6 +47,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "adapters-not-captured",
         "loss-scale-out-of-range",
         "no-such-module",
+        "adapter-does-not-fit",
         "not-a-peft-config",
         "int8-cannot-compute-in-float32",
         "no-complete-checkpoint",

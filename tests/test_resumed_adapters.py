@@ -11,6 +11,7 @@ from policing import reset_accelerate
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from safe_trainers import CheckpointError, PrecisionWarning
 from safe_trainers.testing import fp16_on_cpu
 
 
@@ -75,3 +76,41 @@ def test_a_bfloat16_adapter_of_a_stock_run_resumes_as_the_policy_says(tmp_path, 
         safe.train(resume_from_checkpoint=str(file.parent))
     assert {p.dtype for p in adapters(safe).values()} == {torch.float32}
     assert "adapter_model.safetensors holds bfloat16; resumed as float32" in caplog.text
+
+
+def plain(folder, rank=4, targets=("q_proj", "v_proj"), family="text"):
+    reset_accelerate()
+    made = cells.arguments(Cell(family, "sft", "fp32", None), cells.PLAIN["sft"], output_dir=str(folder),
+                           save_strategy="steps", save_steps=1)  # fmt: skip
+    made["peft_config"] = LoraConfig(r=rank, target_modules=list(targets), task_type="CAUSAL_LM")
+    return cells.SAFE["sft"](**made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"rank": 8}, "q_proj.lora_A.weight is [4, 64] in the file and [8, 64] in this run"),
+        ({"targets": ["q_proj", "k_proj"]}, "k_proj.lora_A.weight is absent in the file and [4, 64] in this run"),
+        ({"family": "gpt_oss"}, " in this run"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_it_is_loaded(changes, detail, tmp_path):
+    """PEFT would fail in the middle, or load a part of it, keep the rest, and train on."""
+    plain(tmp_path / "run").train()
+    trainer = plain(tmp_path / "other", **changes)
+    before = adapters(trainer)
+    with pytest.raises(CheckpointError, match="adapter-does-not-fit") as error:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
+    assert detail in str(error.value)
+    assert all(torch.equal(p, before[name]) for name, p in adapters(trainer).items())
+    assert not list((tmp_path / "other").glob("checkpoint-*"))
+
+
+def test_a_checkpoint_of_another_base_is_warned_about(tmp_path):
+    plain(tmp_path).train()
+    config = tmp_path / "checkpoint-1/adapter_config.json"
+    base = str(cells.folder("text"))
+    other = base.removesuffix("text") + "else"  # of the same length: the marker knows the sizes of files
+    config.write_text(config.read_text().replace(f'"{base}"', f'"{other}"'))
+    with pytest.warns(PrecisionWarning, match="trained on '.*else', and it sits on"):
+        plain(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
