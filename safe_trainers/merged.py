@@ -318,6 +318,15 @@ def is_packed(module: nn.Module) -> bool:
     return _state(module) is not None if number == 4 else weight.dtype == torch.int8
 
 
+def packing_of(layer: nn.Module) -> str:
+    """How the weight of a packed layer is packed: `"nf4"`, `"fp4"` or `"int8"`.
+
+    Args:
+        layer: A layer of which `is_packed` is true.
+    """
+    return "int8" if bits(layer) == 8 else str(_state(layer).quant_type)
+
+
 def _state(layer: Any) -> Any:
     state = getattr(layer.weight, "quant_state", None)
     return getattr(layer, "quant_state", None) if state is None else state

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .census import bits, quantization_method
+from .census import quantization_method
 from .dtypes import from_torch, parse_dtype, to_torch
 from .errors import CheckpointError, PrecisionWarning, refuse, warn
-from .merged import active_configs, is_packed, merged_weights, place_of, weights_of
+from .merged import active_configs, is_packed, merged_weights, packing_of, place_of, weights_of
 from .probing import undisturbed
 from .towers import unwrap
 from .weight_files import declare_dtype
@@ -282,8 +282,7 @@ def _name(base: Any) -> str:
     method = quantization_method(base)
     if method is None:
         return name
-    layers = [part for part in base.modules() if is_packed(part)]
-    packing = {"int8" if bits(layer) == 8 else layer.weight.quant_state.quant_type for layer in layers}
+    packing = {packing_of(part) for part in base.modules() if is_packed(part)}
     return f"dequantised {' and '.join(sorted(packing))} of {name}"
 
 
