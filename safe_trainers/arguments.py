@@ -36,6 +36,12 @@ class PrecisionArguments:
             than many RL runs.
         loss_scale_growth_factor: What the scale is multiplied with then.
         loss_scale_backoff_factor: What the scale is multiplied with after an overflow.
+        max_consecutive_skips: The optimizer steps in a row that may be skipped because gradients were not finite; after
+            that many the run stops. 50 halvings take a loss scale of 2**16 to 2**-34, where gradients of 1e15 would
+            still fit float16: what is not finite then does not come from the scale.
+        overflow_probe_steps: Look for activations that overflow float16 on the first batch of every so many optimizer
+            steps; unset, on the first rollout and the first batch of a run alone.
+        precision_metrics: Whether `precision/...` is logged beside TRL's metrics.
         save_dtype: `"float32"`, `"bfloat16"` or `"float16"`: what `save_model` writes; unset, what is held.
             Checkpoints always hold the trained bits.
     """
@@ -69,6 +75,14 @@ class PrecisionArguments:
     loss_scale_backoff_factor: float = field(
         default=0.5, metadata={"help": "What an overflow multiplies the loss scale with."}
     )
+    max_consecutive_skips: int = field(
+        default=50, metadata={"help": "Skipped optimizer steps in a row after which an fp16 run stops."}
+    )
+    overflow_probe_steps: int | None = field(
+        default=None,
+        metadata={"help": "Steps between looks for activations that overflow float16. Unset: the first batch alone."},
+    )
+    precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
     save_dtype: str | None = field(
         default=None,
         metadata={"help": "What save_model writes: float32, bfloat16 or float16. Unset: what is held."},
