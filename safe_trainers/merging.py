@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import shutil
 import uuid
 import warnings
@@ -24,6 +25,8 @@ from .weight_files import declare_dtype
 
 
 __all__ = ["CHECK_FILE", "UNCHANGED_LIMIT", "MergeCheck", "merge_and_save", "merged_weights"]
+
+logger = logging.getLogger(__name__)
 
 CHECK_FILE = "merge_check.json"
 """Written beside the merged weights: what `MergeCheck` holds."""
@@ -246,10 +249,21 @@ def _inputs_of(base: Any, inputs: Mapping[str, torch.Tensor] | None) -> dict[str
 
 
 def _ask(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The logits of a model, (B, T, V) or (B, L), in float32 on the CPU."""
+    """The logits of a model, (B, T, V) or (B, L), in float32 on the CPU.
+
+    A model that accelerate wrapped in autocast is asked without it: its rounding is none of the merged weights'.
+    """
     device = next(model.parameters()).device
+    moved = {name: value.to(device) for name, value in inputs.items()}
+    plain = vars(model).get("_original_forward", model)
     with undisturbed(model):
-        outputs = model(**{name: value.to(device) for name, value in inputs.items()})
+        try:
+            outputs = plain(**moved)
+        except RuntimeError as error:
+            if plain is model:
+                raise
+            logger.info("asked under the autocast of its run, which it needs: %s", error)
+            outputs = model(**moved)
     return outputs.logits.float().cpu()
 
 

@@ -8,6 +8,7 @@ import warnings
 import cells
 import pytest
 import torch
+from cells import Cell
 from live_bytes import LiveBytes
 from peft import (
     HRAConfig,
@@ -530,6 +531,31 @@ def test_the_live_model_goes_on_training(base, tmp_path):
     assert not torch.equal(
         bytes_of(trainable[0]), before[next(n for n, p in model.named_parameters() if p is trainable[0])][2]
     )
+
+
+@pytest.mark.parametrize(("base", "flag"), [("fp32", "bf16"), ("nested", None)])
+def test_a_trainers_model_is_merged_between_two_runs(base, flag, tmp_path):
+    cell = Cell("text", "sft", "fp32", flag)
+    given = cells.arguments(cell, cells.SAFE_CONFIG["sft"], steps=1, model_init_kwargs=None)
+    given |= {"model": base_of(base), "peft_config": LoraConfig(r=4, target_modules=LINEAR)}
+    trainer = cells.SAFE["sft"](**given)
+    trainer.train()
+    check = merge_and_save(trainer.model, tmp_path / "merged", dtype="fp32", processing_class=trainer.processing_class)
+    assert check.max_difference < 1e-5  # the autocast of the run rounds a thousand times as much, in both models
+    trained = {name: bytes_of(p) for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert not any(torch.equal(bytes_of(trainer.model.get_parameter(name)), held) for name, held in trained.items())
+
+
+def test_a_model_that_needs_the_autocast_of_its_run_is_asked_in_it(tmp_path):
+    from accelerate import Accelerator
+
+    base = base_of("bf16")
+    base.lm_head.float()  # as a score head that is trained in float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        logits(base)
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(adapted(base, LORA))
+    assert merge_and_save(model, tmp_path / "merged").kl < 1e-3
 
 
 def test_a_pre_quantised_checkpoint_is_merged_under_the_names_of_the_hub(tmp_path):
