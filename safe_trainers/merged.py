@@ -23,7 +23,7 @@ from .dtypes import from_torch, parse_dtype, to_torch
 from .errors import PrecisionError, Problem, refuse
 from .quantization import unsupported
 from .towers import unwrap
-from .weight_files import _kept_in_float32
+from .weight_files import kept_in_float32
 
 
 _ROUTED = frozenset({"XLORA"})
@@ -119,7 +119,7 @@ def weights_of(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[W
     base = unwrap(model)
     declared = getattr(getattr(base, "config", None), "dtype", None)
     around = declared if isinstance(declared, torch.dtype) else first_dtype(base) or torch.float32
-    kept = None if dtype is None else _kept_in_float32(base, from_torch(dtype))
+    kept = None if dtype is None else kept_in_float32(base, from_torch(dtype))
     for weight in _walk(base, "", around, merge=True):
         yield replace(weight, fixed=True) if kept is not None and kept.search(weight.name) else weight
 

@@ -69,7 +69,7 @@ def cast_weights(model: nn.Module, state_dict: dict[str, Any], dtype: str) -> tu
     Raises:
         CheckpointError: If a finite weight becomes infinite.
     """
-    target, plan = to_torch(dtype), _kept_in_float32(model, dtype)
+    target, plan = to_torch(dtype), kept_in_float32(model, dtype)
     written = _beside_base(model) if hasattr(model, "peft_config") else None
     cast: dict[str, torch.Tensor] = {}
     kept: list[str] = []
@@ -115,7 +115,7 @@ def _beside_base(model: nn.Module) -> set[int]:
     return {id(p) for p in (*beside, *(p for p in model.parameters() if p.requires_grad))}
 
 
-def _kept_in_float32(model: nn.Module, dtype: str) -> re.Pattern[str] | None:
+def kept_in_float32(model: nn.Module, dtype: str) -> re.Pattern[str] | None:
     """The weights that `from_pretrained` would load in float32 whatever it is asked for."""
     lists = ["_keep_in_fp32_modules_strict"] * (dtype != FLOAT32) + ["_keep_in_fp32_modules"] * (dtype == FLOAT16)
     names = sorted({name for attribute in lists for name in getattr(model, attribute, None) or ()})
