@@ -96,16 +96,17 @@ def merged_weights(model: nn.Module, dtype: str | torch.dtype | None = None) -> 
             hold a merged weight.
     """
     target = None if dtype is None else to_torch(parse_dtype(dtype, allow_auto=False))
-    for weight in weights_of(model, target):
-        yield weight.name, weight.rounded(weight.load(), target)
+    # A `map` holds no layer while the next one is merged, as the variable of a loop does.
+    yield from map(lambda weight: (weight.name, weight.rounded(weight.load(), target)), weights_of(model, target))
 
 
-def weights_of(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[Weight]:
+def weights_of(model: nn.Module, dtype: torch.dtype | None = None, checked: bool = False) -> Iterator[Weight]:
     """The tensors of the merged model, each with what it was before.
 
     Args:
         model: A model with PEFT adapters.
         dtype: The dtype that will be asked for.
+        checked: Whether `unmergeable` found nothing before: it looks at every module and parameter.
 
     Yields:
         One entry for each name of the base model's `state_dict`, in its order.
@@ -113,15 +114,18 @@ def weights_of(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[W
     Raises:
         PrecisionError: If there is no adapter, or if it cannot be merged.
     """
-    problem = unmergeable(model)
+    problem = None if checked else unmergeable(model)
     if problem is not None:
         raise PrecisionError([problem])
     base = unwrap(model)
     declared = getattr(getattr(base, "config", None), "dtype", None)
     around = declared if isinstance(declared, torch.dtype) else first_dtype(base) or torch.float32
     kept = None if dtype is None else kept_in_float32(base, from_torch(dtype))
-    for weight in _walk(base, "", around, merge=True):
-        yield replace(weight, fixed=True) if kept is not None and kept.search(weight.name) else weight
+
+    def fix(weight: Weight) -> Weight:
+        return replace(weight, fixed=True) if kept is not None and kept.search(weight.name) else weight
+
+    yield from map(fix, _walk(base, "", around, merge=True))
 
 
 def unmergeable(model: nn.Module) -> Problem | None:
@@ -255,13 +259,18 @@ def merged_twin(layer: nn.Module, name: str = "") -> nn.Module:
     return twin
 
 
-def _twin(module: nn.Module, made: dict[int, Any]) -> Any:
-    """A copy in float32 that shares no tensor and no container; what a module has twice, its twin has twice."""
+def _twin(module: nn.Module, made: dict[int, Any], written: bool = True) -> Any:
+    """A copy in float32 that shares no container; what a module has twice, its twin has twice.
+
+    What merging only reads and is float32 already, as the factors of an adapter are, is shared (`written=False`).
+    """
     if id(module) in made:
         return made[id(module)]
+    if not written and not module._modules and all(p.dtype == torch.float32 for p in module.parameters()):
+        return module
     twin: nn.Module = object.__new__(nn.Linear if is_packed(module) else _plain(type(module)))
     made[id(module)] = twin
-    twin.__dict__.update({k: copy.copy(v) if isinstance(v, (dict, list, set)) else v for k, v in vars(module).items()})
+    twin.__dict__.update({k: v.copy() if isinstance(v, (dict, list, set)) else v for k, v in vars(module).items()})
     if isinstance(twin, BaseTunerLayer):
         twin.quantization_backend = None  # what newer PEFT packs and unpacks with
         twin.__dict__.setdefault("fan_in_fan_out", False)  # packed layers never are, and not all of them say it
@@ -272,7 +281,9 @@ def _twin(module: nn.Module, made: dict[int, Any]) -> Any:
             made[id(parameter)] = nn.Parameter(wide, requires_grad=False)
         twin._parameters[name] = None if parameter is None else made[id(parameter)]
     twin._buffers.update({k: None if v is None else _wide(v) for k, v in module._buffers.items()})
-    twin._modules.update({k: None if v is None else _twin(v, made) for k, v in module._modules.items()})
+    for name, child in module._modules.items():
+        writes = written and (name == "base_layer" or not isinstance(module, BaseTunerLayer))
+        twin._modules[name] = None if child is None else _twin(child, made, writes)
     return twin
 
 
