@@ -6,7 +6,7 @@ their bits; here it is decided, tensor by tensor, where the cast is taken over b
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,13 +69,17 @@ def decide(model: nn.Module, policy: PrecisionPolicy, circumstances: Circumstanc
         if source in circumstances.unscalable:
             target, reason = FLOAT32, f"the loss scaler cannot unscale {source} gradients"
         elif id(parameter) in adapters:
-            target, reason = _adapter(name, source, policy, obstacle)
+            target, reason = _adapter(name, source, policy, obstacle, circumstances.asked == BFLOAT16)
         else:
             target, reason = source, "a weight of the model, as it was loaded"
         for twin in (name, name.replace(".default.", ".ref.")) if ".default." in name else (name,):
             held = named.get(twin)
             if held is not None and (twin == name or not held.requires_grad):
                 decisions.append(Decision(twin, from_torch(held.dtype), target, reason, held.numel()))
+    trained = {decision.target for decision in decisions if named[decision.name].requires_grad}
+    if circumstances.one_dtype and len(trained) > 1:
+        why = "FSDP flattens trainables into one dtype, and some of them need float32"
+        decisions = [replace(decision, target=FLOAT32, reason=why) for decision in decisions]
     return tuple(decisions)
 
 
@@ -97,7 +101,7 @@ def refuse_upcast(decisions: Iterable[Decision]) -> Problem | None:
     return refuse("half-trainables-under-loss-scaling", given, memory=mebibytes(extra_bytes(upcast)))
 
 
-def _adapter(name: str, source: str, policy: PrecisionPolicy, obstacle: str | None) -> tuple[str, str]:
+def _adapter(name: str, source: str, policy: PrecisionPolicy, obstacle: str | None, asked: bool) -> tuple[str, str]:
     """What an adapter's tensor is held in."""
     choice = policy.adapter
     if choice.value == AS_MADE:
@@ -108,7 +112,7 @@ def _adapter(name: str, source: str, policy: PrecisionPolicy, obstacle: str | No
         return source, "a DoRA magnitude: its updates are smaller than bfloat16's steps"
     if _COPY in name:
         return source, "a module that is trained as a whole, and not beside a base"
-    if not _MATRIX.search(name):
+    if not _MATRIX.search(name) and not asked:
         return source, "not a LoRA matrix"
     return (BFLOAT16, choice.reason) if obstacle is None else (source, obstacle)
 
@@ -122,8 +126,6 @@ def _obstacle(model: nn.Module, trainable: dict[str, nn.Parameter], circumstance
     special = next((init for init in _inits(model) if init not in RANDOM_INITS), None)
     if special is not None:
         return f"init_lora_weights={special!r}: adapter and base add up to the model only with these bits"
-    if circumstances.one_dtype and any(not _MATRIX.search(name) for name in trainable):
-        return "FSDP flattens trainables into one dtype, and some of them need float32"
     matrices = [parameter for name, parameter in trainable.items() if _MATRIX.search(name)]
     rate = circumstances.learning_rate
     share = lost_share(matrices, rate, torch.bfloat16)

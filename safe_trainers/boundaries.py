@@ -88,6 +88,9 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is dict:
+        cast = {key: cast_floating(item, dtype) for key, item in value.items()}
+        return value if all(cast[key] is value[key] for key in value) else cast
     if isinstance(value, Mapping):
         return _cast_output(value, dtype)
     if isinstance(value, (list, tuple)):

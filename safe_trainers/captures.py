@@ -5,8 +5,9 @@ Nothing else in this package sets an attribute outside it. Each capture is undon
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 
 MAKER = "get_peft_model"
 """The name in each TRL trainer's module by which it makes adapters."""
+FUSER = "add_fused_lm_head"
+"""The name by which TRL makes a head that multiplies and takes log-probabilities in one."""
 ZERO3_NEEDS_ONE_DTYPE = Version("0.19.2")
 """The last DeepSpeed whose ZeRO-3 gathers parameters of one dtype only
 (https://github.com/deepspeedai/DeepSpeed/issues/8072)."""
@@ -72,23 +75,34 @@ class AdapterGuard:
 
 
 @contextlib.contextmanager
-def adapters_held(trainer_class: type, model: Any) -> Iterator[AdapterGuard]:
-    """Guards the adapters that a trainer of a class is built with, given or made.
+def construction(
+    trainer_class: type, model: Any, computes_in_float32: Callable[[nn.Module], bool]
+) -> Iterator[AdapterGuard]:
+    """Guards the adapters that a trainer of a class is built with, given or made, and tells TRL of a float32 head.
+
+    TRL's fused head multiplies with the head's weight and never calls the head itself, so that nothing on the module
+    reaches it; but it has an argument for float32.
 
     Args:
-        trainer_class: The class; the modules of its bases are where adapters are made.
+        trainer_class: The class; the modules of its bases are where adapters and fused heads are made.
         model: What the user passed as the model.
+        computes_in_float32: Whether the head of a model is to compute in float32; asked when TRL fuses it.
 
     Yields:
         The guard. It is released when the block ends, if it was not before.
     """
     guard = AdapterGuard()
-    if isinstance(model, nn.Module) and hasattr(model, "peft_config"):
-        guard.hold(model)
-    modules = {sys.modules[base.__module__] for base in trainer_class.__mro__}
-    originals = {module: vars(module)[MAKER] for module in modules if MAKER in vars(module)}
+    given = isinstance(model, nn.Module) and hasattr(model, "peft_config") and hasattr(model, "add_adapter")
 
-    def capturing(original: Any) -> Any:
+    def adding(original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_adapter(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            guard.hold(model)  # PEFT leaves some kinds of a second adapter, TRL's reference, trainable
+            return result
+
+        return add_adapter
+
+    def making(original: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
             if "autocast_adapter_dtype" in kwargs and not _zero3_needs_one_dtype():
                 del kwargs["autocast_adapter_dtype"]
@@ -99,14 +113,47 @@ def adapters_held(trainer_class: type, model: Any) -> Iterator[AdapterGuard]:
 
         return make
 
+    def fusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def fuse(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if computes_in_float32(model):
+                kwargs["cast_lm_head_to_fp32"] = True
+            return original(model, *args, **kwargs)
+
+        return fuse
+
+    modules = _modules(trainer_class)
+    captured = [
+        (module, name, vars(module)[name], wrap)
+        for name, wrap in ((MAKER, making), (FUSER, fusing))
+        for module in modules
+        if name in vars(module)
+    ]
+    if given:
+        guard.hold(model)
     try:
-        for module, original in originals.items():
-            setattr(module, MAKER, capturing(original))
+        if given:
+            vars(model)["add_adapter"] = adding(model.add_adapter)
+        for module, name, original, wrap in captured:
+            setattr(module, name, wrap(original))
         yield guard
     finally:
-        for module, original in originals.items():
-            setattr(module, MAKER, original)
+        for module, name, original, _ in captured:
+            setattr(module, name, original)
+        if given:
+            vars(model).pop("add_adapter", None)
         guard.release()
+
+
+def _modules(trainer_class: type) -> list[ModuleType]:
+    """The modules of a class's bases, and those of TRL whose functions they use (`prepare_peft_model`)."""
+    names = {base.__module__ for base in trainer_class.__mro__}
+    own = [sys.modules[name] for name in names if name in sys.modules]
+    trl = [module for module in own if module.__name__.split(".")[0] == "trl"]
+    helpers = {
+        value.__module__ for module in trl for value in vars(module).values()
+        if isinstance(value, FunctionType) and value.__module__.split(".")[0] == "trl"
+    }  # fmt: skip
+    return [*own, *(sys.modules[name] for name in sorted(helpers - names) if name in sys.modules)]
 
 
 def _is_cast_by_trl(model: nn.Module) -> bool:

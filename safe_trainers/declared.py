@@ -1,5 +1,6 @@
 """What the user declared, read off configs and models as the plain values that a policy is resolved from."""
 
+import math
 import os
 import warnings
 from dataclasses import replace
@@ -140,9 +141,15 @@ def circumstances_of(args: Any, device: Device, fresh: bool) -> Circumstances:
         args: A TRL config, plain or Safe.
         device: Where the run computes.
         fresh: Whether the adapters were made by the trainer, from a `peft_config`.
+
+    Raises:
+        PrecisionError: If the learning rate is no finite number, or below 0.
     """
+    rate = args.learning_rate
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+        raise PrecisionError([refuse("learning-rate-out-of-range", f"learning_rate={rate!r}")])
     return Circumstances(
-        learning_rate=args.learning_rate,
+        learning_rate=rate,
         asked=parse_dtype(getattr(args, "adapter_dtype", AUTO), field="adapter_dtype"),
         fresh=fresh,
         # transformers sets it when it reads `fsdp`, and accelerate's launcher from its own config.

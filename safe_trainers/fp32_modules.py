@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import quantization
 from .boundaries import cast_floating
 from .decisions import Decision
 from .dtypes import FLOAT32, HALVES, from_torch
@@ -58,6 +59,11 @@ def find_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Modu
         for name in matches:
             found.update(_computing(name, modules[name]))
     outermost = {name: module for name, module in found.items() if not _inside_another(name, found)}
+    shared = {id(parameter) for module in outermost.values() for parameter in module.parameters()}
+    for name, module in modules.items():  # what holds the same weight (a tied head) computes in float32 too
+        own = any(id(parameter) in shared for parameter in module.parameters(recurse=False))
+        if own and name not in outermost and not _inside_another(name, outermost):
+            outermost[name] = module
     for name, module in outermost.items():
         int8 = next((n for n, p in module.named_parameters() if type(p).__name__ == "Int8Params"), None)
         if int8 is not None:
@@ -100,29 +106,46 @@ def guard(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """
     heads = {id(module) for module in _heads(unwrap(model))}
     for module in modules.values():
-        function = getattr(module.forward, "__func__", None)
-        if function is not None and not hasattr(function, _MARK):
+        name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks call the former
+        method = getattr(module, name)
+        if not hasattr(method, _MARK) and not hasattr(getattr(method, "__func__", method), _MARK):
             outer = None if id(module) in heads else _half_dtype(module, model)
-            module.forward = MethodType(_in_float32(function, outer), module)
+            setattr(module, name, _in_float32(method, outer, module))
         for layer in module.modules():
-            if isinstance(getattr(layer, "compute_dtype", None), torch.dtype):
-                vars(layer)["compute_dtype"] = torch.float32  # bitsandbytes' 4-bit layers
-            state = getattr(getattr(layer, "weight", None), "quant_state", None)
-            if state is not None:
-                state.dtype = torch.float32
+            quantization.compute_in(layer, torch.float32)
 
 
-def _in_float32(function: Callable[..., Any], outer: torch.dtype | None) -> Callable[..., Any]:
-    @functools.wraps(function)
+def without_autocast(module: nn.Module) -> None:
+    """Makes a module that casts to float32 by itself keep it: autocast would round its products again.
+
+    Args:
+        module: TRL's `cast_lm_head_to_fp32` head.
+    """
+    method = module.forward
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(next(module.parameters()).device.type, enabled=False):
+            return method(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _in_float32(method: Callable[..., Any], outer: torch.dtype | None, module: nn.Module) -> Callable[..., Any]:
+    """A method's replacement; bound to the module where the method was, so that a copy of the model has its own."""
+    function = getattr(method, "__func__", None)
+    call = function or (lambda self, *args, **kwargs: method(*args, **kwargs))
+
+    @functools.wraps(function or method)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         device = next((p.device.type for p in self.parameters()), "cpu")
         autocast = torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False):
-            output = function(self, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
+            output = call(self, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
         return output if autocast or outer is None else cast_floating(output, outer)
 
     setattr(forward, _MARK, True)
-    return forward
+    return MethodType(forward, module)
 
 
 def _half_dtype(module: nn.Module, model: nn.Module) -> torch.dtype | None:
@@ -141,7 +164,8 @@ def _heads(base: nn.Module) -> list[nn.Module]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+    plain = pattern.removeprefix("base_model.model.")  # as a model that PEFT wrapped names its modules
+    return fnmatchcase(name, plain) or fnmatchcase(name, f"*.{plain}")
 
 
 def _computing(name: str, module: nn.Module) -> dict[str, nn.Module]:

@@ -198,12 +198,21 @@ def reconcile(model: nn.Module, compute: str, failure: Callable[[], str | None],
     guarded = guard_leaves([model]) + guard_fused(model)
     error = failure()
     casts: list[Decision] = []
+    before: dict[nn.Parameter, torch.Tensor] = {}
     for vectors in (False, True):
         plan = () if error is None else plan_layout(model, dominant(model, compute), keep=keep, vectors=vectors)
         if plan:
+            names = {decision.name for decision in plan}
+            for weight in _frozen(model):
+                if weight.names[0] in names:
+                    before.setdefault(weight.parameter, weight.parameter.data)
             apply_layout(model, plan)
             casts += plan
             error = failure()
+    if error is not None:  # it will be refused: the weights stay as they were given
+        for parameter, data in before.items():
+            parameter.data = data
+        casts = []
     return Reconciliation(guarded, tuple(casts), error)
 
 

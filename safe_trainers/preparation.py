@@ -17,7 +17,7 @@ from .policy import PrecisionPolicy
 from .quantization import Reconciliation as Quantized
 from .quantized_loading import HEADS, fresh_heads, unusable_head
 from .rounding import lost_share
-from .towers import unwrap
+from .towers import adapter_parameters, unwrap
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def _half_trainables(
         members = [d for d in halves if d.target == dtype]
         share = lost_share((parameters[d.name] for d in members), rate, to_torch(dtype))
         lost += share * sum(d.elements for d in members) / elements
-    adapter = any(".lora_" in d.name for d in halves)
+    adapters = {id(parameter) for parameter in adapter_parameters(model)}
+    adapter = all(id(parameters[d.name]) in adapters for d in halves)
     fix = "`adapter_dtype='float32'`" if adapter else (
         "`model_init_kwargs={'dtype': 'float32'}` with `bf16=True`: fp32 master weights, the same compute dtype; "
         "`model.float()` for a model that you pass yourself"

@@ -172,16 +172,27 @@ def reconcile(model: nn.Module, planned: Reconciliation) -> None:
             continue
         path, _, last = name.rpartition(".")
         owner: Any = base.get_submodule(name if change.kind in (COMPUTE_DTYPE, QUANT_STATE) else path)
-        if change.kind == COMPUTE_DTYPE:
-            vars(owner).update(compute_dtype=dtype, compute_type_is_set=True)
-        elif change.kind == QUANT_STATE:
-            for state in _states(owner):
-                setattr(state, _dtype_field(state), dtype)
+        if change.kind in (COMPUTE_DTYPE, QUANT_STATE):
+            compute_in(owner, dtype)
         elif change.kind == WEIGHT:
             parameter = getattr(owner, last)
             parameter.data = parameter.data.to(dtype)
         else:
             setattr(owner, last, getattr(owner, last).to(dtype))
+
+
+def compute_in(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Makes a 4-bit layer multiply in a dtype, and dequantise to it in the backward pass.
+
+    Args:
+        layer: The layer; any other module is left alone.
+        dtype: A floating dtype.
+    """
+    if bits(layer) != 4:
+        return
+    vars(layer).update(compute_dtype=dtype, compute_type_is_set=True)
+    for state in _states(layer):
+        setattr(state, _dtype_field(state), dtype)
 
 
 def int8_rounds_inputs(model: nn.Module, compute: str) -> Problem | None:

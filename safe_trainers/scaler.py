@@ -96,7 +96,8 @@ def problems(args: Any) -> Iterator[Problem]:
 
 
 def _valid(name: str, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # Compared, not converted: a whole number may be too long for a float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         return False
     if name == "loss_scale_growth_interval":
         return isinstance(value, int) and value >= 1

@@ -77,7 +77,8 @@ def fp16_on_cpu(trainer_class: type) -> type:
             if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
                 accelerator.native_amp = True
                 accelerator.scaler = StrictGradScaler("cpu")
-                scaler.configure(accelerator.scaler, self.args)
+                if hasattr(self, "_configure_scaler"):  # a trainer of this package
+                    self._configure_scaler()
 
     Fp16OnCpu.__name__ = Fp16OnCpu.__qualname__ = trainer_class.__name__
     return Fp16OnCpu

@@ -4,9 +4,9 @@ import cells
 import pytest
 import torch
 from cells import Cell
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from test_policy import A100, CPU, FUTURE, HALVES, T4
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from safe_trainers import PrecisionError, PrecisionWarning
 from safe_trainers.adapters import Circumstances, decide, refuse_upcast
@@ -80,6 +80,10 @@ def test_fsdp_gets_one_dtype():
     plain, dora = adapted(), adapted(use_dora=True)
     assert set(targets(plain, policy_of(BF16), one_dtype=True).values()) == {"bfloat16"}
     assert set(targets(dora, policy_of(BF16), one_dtype=True).values()) == {"float32"}
+    asked = policy_of(Flags(bf16=True, adapter_dtype="bfloat16"))
+    assert set(targets(dora, asked, asked="bfloat16", one_dtype=True).values()) == {"float32"}
+    half_head = adapted(torch.bfloat16, modules_to_save=["lm_head"])
+    assert set(targets(half_head, policy_of(NONE, quantization=None), one_dtype=True).values()) == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -194,3 +198,39 @@ def test_an_adapter_of_another_base_is_warned_about():
         sft(model=model)
     (warning,) = [w.message for w in caught if isinstance(w.message, PrecisionWarning)]
     assert "it was trained on 'someone/another-model'" in str(warning)
+
+
+@pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf"), "1e-4", None])
+def test_a_learning_rate_that_is_none_is_refused(rate):
+    made = cells.arguments(Cell("text", "sft", "fp32", None), cells.PLAIN["sft"])
+    made["args"].learning_rate = rate
+    with pytest.raises(PrecisionError, match="learning-rate-out-of-range"):
+        cells.SAFE["sft"](**made)
+
+
+def test_other_methods_follow_what_is_asked():
+    """IA3 multiplies activations with what it holds: in another dtype than the model's they meet."""
+    pytest.importorskip("bitsandbytes")
+
+    def build(flag, adapter_dtype="auto"):
+        config = BitsAndBytesConfig(load_in_4bit=True)
+        made = cells.arguments(
+            Cell("text", "sft", "bf16", flag), cells.SAFE_CONFIG["sft"], model_init_kwargs=None,
+            adapter_dtype=adapter_dtype,
+        )  # fmt: skip
+        made["model"] = AutoModelForCausalLM.from_pretrained(
+            cells.folder("text"), dtype=torch.bfloat16, quantization_config=config
+        )
+        made["peft_config"] = IA3Config(
+            target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+        )
+        return cells.SAFE["sft"](**made)
+
+    with pytest.raises(PrecisionError, match="mixed-weights-cannot-meet") as error:
+        build(None)
+    assert error.value.problems[0].fix == "`bf16=True`, so that autocast gives both the same dtype"
+    build("bf16").train()
+    with pytest.warns(PrecisionWarning, match="half-trainables"):
+        trainer = build("bf16", "bfloat16")
+    assert {p.dtype for name, p in trainer.model.named_parameters() if "ia3" in name} == {torch.bfloat16}
+    trainer.train()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import safe_trainers.captures as captures
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, SafeGRPOTrainer, SafeSFTTrainer
-from safe_trainers.captures import AdapterGuard, adapters_held
+from safe_trainers.captures import AdapterGuard, construction
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -119,8 +119,52 @@ def test_zero3_keeps_adapters_in_float32_where_deepspeed_can(installed, kept, mo
 
     monkeypatch.setattr(captures.metadata, "version", version)
     model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
-    with adapters_held(trl.SFTTrainer, model) as guard:
+    with construction(trl.SFTTrainer, model, lambda model: False) as guard:
         made = makers()["sft_trainer"](model, LORA, autocast_adapter_dtype=False)
     assert guard.fresh
     dtypes = {p.dtype for name, p in made.named_parameters() if "lora_" in name}
     assert dtypes == {torch.bfloat16 if kept else torch.float32}
+
+
+KINDS = {
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_adapter_that_peft_leaves_trainable_is_held_too(kind):
+    """For the reference TRL adds a copy of a given adapter, and then casts what of it can be trained."""
+
+    def given():
+        torch.manual_seed(0)
+        return get_peft_model(quantized(), LoraConfig(r=4, task_type="CAUSAL_LM", **KINDS[kind]))
+
+    args = cells.PLAIN["grpo"](**cells.settings(Cell("text", "grpo", "fp32", None, beta=0.1)))
+    stock = trl.GRPOTrainer(**arguments("grpo", model=given(), args=args))
+    model = given()
+    safe = SafeGRPOTrainer(**arguments("grpo", model=model, args=args))
+    assert "add_adapter" not in vars(model)
+    held = {name: (p.requires_grad, p.dtype) for name, p in safe.model.named_parameters() if "lora_" in name}
+    assert {dtype for _, dtype in held.values()} == {torch.float32}
+    trained = {name: p.requires_grad for name, p in stock.model.named_parameters()}
+    assert {name: p.requires_grad for name, p in safe.model.named_parameters()} == trained
+    safe.train()
+
+
+def test_adapters_that_a_helper_of_trl_makes_are_held():
+    """Online DPO and others make them in a function of another module."""
+    trainer = pytest.importorskip("trl.experimental.online_dpo").OnlineDPOTrainer
+    utils = sys.modules["trl.experimental.utils"]
+    with construction(trainer, None, lambda model: False) as guard:
+        made = utils.get_peft_model(quantized(), LORA)
+        assert guard.fresh
+        assert not any(p.requires_grad for p in made.parameters())
+    assert utils.get_peft_model is get_peft_model
+    assert all(p.requires_grad for name, p in made.named_parameters() if "lora_" in name)
+
+
+def test_a_class_of_a_module_that_was_not_registered_is_built():
+    namespace = {"__name__": "a_script_that_was_run"}
+    scripted = type("Mine", (SafeSFTTrainer,), {"__module__": namespace["__name__"]})
+    assert scripted(**arguments(peft_config=LORA)).model is not None

@@ -5,9 +5,11 @@ import copy
 import cells
 import pytest
 import torch
+from accelerate import dispatch_model
 from cells import Cell
 from peft import LoraConfig
 from policing import reset_accelerate
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 from safe_trainers import PrecisionError, fp32_modules
@@ -141,13 +143,11 @@ def test_a_copy_of_the_model_computes_alike_and_guarding_twice_changes_nothing()
 
 
 def test_adapters_inside_are_float32_too():
-    model = text(torch.float16)
     trainer = build("text", "sft", ["q_proj"], flag="bf16", model=text(), lora=True, adapter_dtype="bfloat16")
     dtypes = {n.split(".self_attn.")[1]: p.dtype for n, p in trainer.model.named_parameters() if "self_attn" in n}
     assert {d for n, d in dtypes.items() if n.startswith("q_proj")} == {torch.float32}
     assert {d for n, d in dtypes.items() if n.startswith("v_proj")} == {torch.bfloat16}
     trainer.train()
-    assert model.dtype == torch.float16
 
 
 def test_packed_weights_stay_packed_and_compute_in_float32():
@@ -188,3 +188,93 @@ def test_peft_wrappers_are_looked_through():
 
     model = get_peft_model(text(), LoraConfig(target_modules=["q_proj"]))
     assert found("q_proj", model=model) == ["model.layers.0.self_attn.q_proj"]
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of matrix products whose result is as wide as the vocabulary."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.seen = width, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and result.shape[-1] == self.width:
+            self.seen.add(result.dtype)
+        return result
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("flag", ["bf16", "fp16", None])
+@pytest.mark.parametrize("task", ["sft", "grpo", "rloo"])
+def test_a_float32_head_is_one_in_rollout_and_training(task, flag, lora):
+    """TRL's fused head reads the head's weight and never calls it."""
+    dtype = torch.float16 if flag == "fp16" else torch.bfloat16
+    model = text(dtype)
+    width = model.config.vocab_size
+    trainer = build("text", task, ["lm_head"], flag=flag, model=model, lora=lora)
+    with Products(width) as products:
+        trainer.train()
+    assert products.seen == {torch.float32}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_trls_own_float32_head_is_one_in_the_rollout_too(lora):
+    """Its cast is inside the module, where the autocast of an aligned rollout would round the product again."""
+    trainer = build("text", "grpo", None, flag="bf16", lora=lora, cast_lm_head_to_fp32=True)
+    with Products(trainer.model.config.vocab_size) as products:
+        trainer.train()
+    assert products.seen == {torch.float32}
+
+
+def test_a_module_with_accelerates_hooks_computes_in_float32():
+    model = text(torch.float16)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu",
+              "lm_head": "cpu"}  # fmt: skip
+    dispatched = dispatch_model(model, device_map=places, force_hooks=True)
+    modules = fp32_modules.find_modules(dispatched, ["layers.0"])
+    decisions = fp32_modules.decide(dispatched, modules)
+    fp32_modules.guard(dispatched, modules)
+    carry_out(dispatched, decisions)
+    seen = set()
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, args, out: seen.add(out.dtype))
+    with torch.autocast("cpu", torch.float16):
+        dispatched(input_ids=torch.arange(6)[None])
+    assert seen == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_both_ends_of_tied_weights_compute_in_float32(name):
+    model = text()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert set(found(name, model=model)) == {"model.embed_tokens", "lm_head"}
+    trainer = build("text", "sft", [name], flag=None, model=model, lora=True)
+    trainer.train()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_compiling_does_not_break_the_graph():
+    model = text()
+    modules = fp32_modules.find_modules(model, ["layers.0.mlp"])
+    decisions = fp32_modules.decide(model, modules)
+    fp32_modules.guard(model, modules)
+    carry_out(model, decisions)
+    inputs = {"input_ids": torch.arange(6)[None], "use_cache": False}
+    whole = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(whole(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [("vision_tower", "fp32_modules=['vision_tower']"), ([3], "fp32_modules=['vision_tower']"),
+     ("", "fp32_modules=['vision_tower']"), (["mlp", ""], "fp32_modules=['vision_tower']")],
+)  # fmt: skip
+def test_what_is_no_list_of_names_is_refused(given, fix, tmp_path):
+    with pytest.raises(PrecisionError, match="not-a-list-of-patterns") as error:
+        cells.SAFE_CONFIG["sft"](str(tmp_path), fp32_modules=given)
+    assert error.value.problems[0].fix == fix
+
+
+def test_names_of_a_wrapped_model_are_understood():
+    assert found("base_model.model.model.layers.0.mlp") == ["model.layers.0.mlp"]
