@@ -8,8 +8,6 @@ from safe_trainers import SafeGRPOTrainer  # was: from trl import GRPOTrainer; n
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
-    REFUSALS,
-    WARNINGS,
     CheckpointError,
     ContractError,
     PrecisionError,
@@ -18,6 +16,7 @@ from .errors import (
     SafeTrainersError,
     UnsupportedVersionError,
 )
+from .findings import REFUSALS, WARNINGS
 from .version import __version__
 
 

@@ -11,9 +11,10 @@ from trl import GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from .device import detect_device
 from .dtypes import AUTO, BFLOAT16, FLOAT16, parse_dtype
-from .errors import PrecisionError
+from .errors import PrecisionError, refuse
 from .policy import Flags, resolve_compute
 from .scaler import problems as scaler_problems
+from .skips import problems as step_problems
 
 
 @dataclass
@@ -36,9 +37,9 @@ class PrecisionArguments:
             than many RL runs.
         loss_scale_growth_factor: What the scale is multiplied with then.
         loss_scale_backoff_factor: What the scale is multiplied with after an overflow.
-        max_consecutive_skips: The optimizer steps in a row that may be skipped because gradients were not finite; after
-            that many the run stops. 50 halvings take a loss scale of 2**16 to 2**-34, where gradients of 1e15 would
-            still fit float16: what is not finite then does not come from the scale.
+        max_consecutive_skips: The optimizer steps in a row that may be skipped because gradients were not finite; then
+            the run stops. 50 halvings take a loss scale of 2**16 to 2**-34, where gradients of 1e15 still fit float16:
+            what is not finite then does not come from the scale.
         overflow_probe_steps: Look for activations that overflow float16 on the first batch of every so many optimizer
             steps; unset, on the first rollout and the first batch of a run alone.
         precision_metrics: Whether `precision/...` is logged beside TRL's metrics.
@@ -95,7 +96,12 @@ class PrecisionArguments:
             bf16=settings.bf16, fp16=settings.fp16, precision=self.precision, config=type(self).__name__
         )  # fmt: skip
         compute, problems = resolve_compute(flags, device)
-        found = [*problems, *scaler_problems(self)]
+        found = [*problems, *scaler_problems(self), *step_problems(self)]
+        patterns = self.fp32_modules
+        if patterns is not None and (isinstance(patterns, str) or not all(p and isinstance(p, str) for p in patterns)):
+            name = patterns if patterns and isinstance(patterns, str) else "vision_tower"
+            given = f"fp32_modules={patterns!r}"
+            found.append(refuse("not-a-list-of-patterns", given, fix=f"fp32_modules=[{name!r}]"))
         if found:
             raise PrecisionError(found)
         if self.save_dtype is not None:

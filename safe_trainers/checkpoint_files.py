@@ -28,6 +28,7 @@ MARKER = "safe_trainers_checkpoint.json"
 """The manifest of a checkpoint: format, step, whether it is complete, and the size of each file in bytes."""
 TRAINER_STATE = "trainer_state.json"
 FORMAT = 1
+CUT_SHORT = "saving it was cut short"
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = "_replaced-"  # where a whole checkpoint waits while another of the same step is written
@@ -35,7 +36,9 @@ _TORCH = re.compile(
     r"(pytorch_model|adapter_model|optimizer|scheduler|scaler|rng_state|training_args|safe_trainers_)"
     r".*\.(bin|pt|pth)"
 )
+_WEIGHTS = re.compile(r"(adapter_|pytorch_)?model.*(?<!\.json)|global_step\d+")
 _JSON = (TRAINER_STATE, "config.json", "adapter_config.json")
+_EDITABLE = {".md", ".txt", ".jinja", ".json", ".yaml", ".yml"}  # what callbacks and users edit; no resume needs a size
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -60,8 +63,15 @@ class Checkpoint:
 
     @property
     def remains(self) -> bool:
-        """Whether the folder is what is left of a checkpoint of this package."""
-        return bool(self.faults) and (self.marked or any(self.path.glob("safe_trainers_*")))
+        """Whether the folder is what is left of a checkpoint of this package whose saving or deletion was cut short.
+
+        One that a user trimmed, or that a newer release wrote, is none: its weights are there.
+        """
+        if not self.faults:
+            return False
+        if not self.marked:
+            return any(self.path.glob("safe_trainers_*"))
+        return self.faults == (CUT_SHORT,) or not any(_WEIGHTS.fullmatch(path.name) for path in self.path.rglob("*"))
 
     def __str__(self) -> str:
         why = "; ".join(self.faults) or "complete" if self.marked else "; ".join(("no marker", *self.faults))
@@ -104,7 +114,7 @@ def inspect_checkpoint(folder: Path) -> Checkpoint:
     if newer:
         return Checkpoint(folder, True, (f"{MARKER} was written by a newer release of safe-trainers",))
     if not finished:
-        return Checkpoint(folder, True, ("saving it was cut short",))
+        return Checkpoint(folder, True, (CUT_SHORT,))
     return Checkpoint(folder, True, tuple(_faults(folder, files)))
 
 
@@ -112,20 +122,36 @@ def begin_checkpoint(folder: Path) -> None:
     """Makes an empty folder with the marker of an unfinished checkpoint.
 
     Args:
-        folder: Where the checkpoint goes. Remains of one that was cut short are removed; a whole one waits beside it
-            until the new one is whole.
+        folder: Where the checkpoint goes. Remains of one that was cut short are removed; another one waits beside it
+            until the new one is whole; and what is no checkpoint is kept, under another name.
     """
-    if folder.exists():
+    if os.path.lexists(folder):
         old = inspect_checkpoint(folder)
-        if old.faults:
+        if old.remains:
             logger.info("removing the remains of %s", old)
+            remove(folder)
+        elif old.faults and not old.marked:
+            kept = _free_name(folder)
+            logger.warning("%s is no checkpoint of this package, and is kept as %s", old, kept.name)
+            os.replace(folder, kept)
         else:
             aside = folder.with_name(_ASIDE + folder.name)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             os.replace(folder, aside)
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     _write_marker(folder, {"format": FORMAT, "complete": False})
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder as far as that is possible; of a link, the link alone.
+
+    Args:
+        folder: Its place; there need not be anything.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish_checkpoint(folder: Path, step: int) -> None:
@@ -135,6 +161,24 @@ def finish_checkpoint(folder: Path, step: int) -> None:
         folder: The folder.
         step: The optimizer step that it was saved at.
     """
+    _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, "files": _written(folder)})
+    remove(folder.with_name(_ASIDE + folder.name))
+
+
+def renew_marker(folder: Path, step: int) -> None:
+    """Marks a complete checkpoint again, after callbacks may have changed its files.
+
+    Args:
+        folder: The folder. Files that are gone stay in the list: without them it is not complete any more.
+        step: The optimizer step that it was saved at.
+    """
+    if inspect_checkpoint(folder).marked:
+        files = {**_files_of(_read_json(folder / MARKER)), **_written(folder)}
+        _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, "files": files})
+
+
+def _written(folder: Path) -> dict[str, int]:
+    """The size in bytes of each file but the marker, once all of them are on the disk."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MARKER:
@@ -144,8 +188,7 @@ def finish_checkpoint(folder: Path, step: int) -> None:
             finally:
                 os.close(descriptor)
             files[path.relative_to(folder).as_posix()] = path.stat().st_size
-    _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, "files": files})
-    shutil.rmtree(folder.with_name(_ASIDE + folder.name), ignore_errors=True)
+    return files
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:

@@ -13,20 +13,18 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, ClassVar
 
-import torch
 from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 
-from . import layout, scaler
-from .captures import AdapterGuard, adapters_held
+from . import fp32_modules, layout, scaler
+from .captures import AdapterGuard, construction
 from .census import Census, take_census
-from .checkpoints import ExactCheckpoints
 from .contract import (
     BUFFER_METHOD,
     COVERED,
@@ -50,19 +48,22 @@ from .declared import (
 from .device import Device, detect_device
 from .dtypes import HALVES
 from .errors import PrecisionError, PrecisionWarning, refuse
-from .media import MEDIA_KEYS, MediaCaster, MediaCollator, MediaDecision
+from .media import MediaCaster
+from .media_inputs import MediaInputs
 from .policy import OFF, PrecisionPolicy, resolve
 from .preparation import Preparation, prepare, prepare_reference
 from .probing import cannot_meet, failure
+from .sampled import SampledRollouts
 from .settlement import Settlement, apply, settle
 from .signatures import by_name, default_output_dir, signature_of
+from .skips import SkippedSteps
 from .towers import unwrap
 
 
 logger = logging.getLogger(__name__)
 
 
-class PrecisionBase(Trainer):
+class PrecisionBase(SampledRollouts, MediaInputs):
     """Below TRL: the moment before `Trainer.__init__`, and every batch that TRL prepares.
 
     Attributes:
@@ -72,10 +73,6 @@ class PrecisionBase(Trainer):
         precision_settlement: Which dtype boundaries were placed in it.
         safety_contract: What the class covers, and which hooks have fired.
     """
-
-    media_keys: ClassVar[Mapping[str, str]] = MEDIA_KEYS
-    """Media inputs and the model method that shows what a tower makes of each. A subclass extends it:
-    `media_keys = {**MEDIA_KEYS, "my_pixels": "get_image_features"}`."""
 
     precision_policy: PrecisionPolicy
     precision_census: Census
@@ -94,7 +91,6 @@ class PrecisionBase(Trainer):
         bound = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs)
         model, training_args = bound.arguments["model"], bound.arguments["args"]
         self.safety_contract = contract_of(type(self), generates_elsewhere(self, training_args))
-        self._media: MediaCaster | None = None
         self._settle(model, training_args)
         self._reconcile_mixed_weights(
             model, bound.arguments.get("processing_class"), bound.arguments.get("train_dataset")
@@ -161,6 +157,9 @@ class PrecisionBase(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Builds the accelerator, and gives its loss scaler what the config says."""
         super().create_accelerator_and_postprocess()
+        self._configure_scaler()
+
+    def _configure_scaler(self) -> None:
         if self.accelerator.scaler is not None:
             scaler.configure(self.accelerator.scaler, self.args)
 
@@ -169,6 +168,8 @@ class PrecisionBase(Trainer):
 
         Where it does not, as little as possible is brought to one dtype; what still cannot compute is refused.
         """
+        if not self._disagrees(model):
+            return
         columns = getattr(dataset, "column_names", None)
         if columns is None and isinstance(dataset, IterableDataset):
             columns = next(iter(dataset), {})  # a stream starts again at each `iter`
@@ -178,10 +179,17 @@ class PrecisionBase(Trainer):
             self.precision_preparation = replace(self.precision_preparation, layout=done)
             self._place_boundaries(model)
 
+    def _disagrees(self, model: nn.Module) -> bool:
+        """Whether weights of several dtypes may meet; LoRA's meet nothing, since PEFT casts what enters them."""
+        held = take_census(model).elements
+        others = {config.peft_type for config in getattr(model, "peft_config", {}).values()} - {"LORA"}
+        dtypes = {*held["weights"], *(held["adapters"] if others else ())}
+        return len(dtypes) > 1 and bool(dtypes & HALVES)
+
     def _make_meet(self, model: nn.Module, processing_class: Any = None) -> layout.Reconciliation | None:
         """Makes a model compute whose weights disagree; `None` where they agree."""
         weights, autocast = take_census(model).weights, self.precision_policy.autocast.value
-        if len(weights) == 1 or not weights & HALVES:
+        if not self._disagrees(model):
             return None
         done = layout.reconcile(
             model,
@@ -192,6 +200,13 @@ class PrecisionBase(Trainer):
         if done.error is not None:
             raise PrecisionError([cannot_meet(model, processing_class, weights, autocast, done.error)])
         return done
+
+    def _head_is_float32(self, model: nn.Module) -> bool:
+        """Whether a model's head is in `fp32_modules`; asked by the fused head, once all is settled."""
+        base: Any = unwrap(model)
+        head = base.get_output_embeddings()
+        modules = (base.get_submodule(name) for name in self.precision_preparation.fp32_modules)
+        return any(part is head for module in modules for part in module.modules())
 
     def _check_accelerator(self) -> None:
         """Compares the accelerator that was really built with the policy that it was decided for."""
@@ -205,93 +220,8 @@ class PrecisionBase(Trainer):
         if problems:
             raise PrecisionError(problems)
 
-    def compute_context(self) -> contextlib.AbstractContextManager[Any]:
-        """The context that training computes in: accelerate's autocast, or none."""
-        return self.accelerator.autocast()
 
-    @property
-    def media_decisions(self) -> list[MediaDecision]:
-        """What was decided on each media tensor so far: on its first batch, once."""
-        return list(self._media.decisions.values()) if self._media is not None else []
-
-    def _media_caster(self) -> MediaCaster:
-        if self._media is None:
-            contexts: list[Callable[[], Any]] = [self.compute_context]
-            if self.precision_policy.rollout.value == "stock":
-                contexts.append(contextlib.nullcontext)
-            engine = (
-                self.accelerator.state.deepspeed_plugin.hf_ds_config.dtype() if self.is_deepspeed_enabled else None
-            )
-            self._media = MediaCaster(self.media_keys, self._media_models(), contexts, self._sharded(), engine)
-        return self._media
-
-    def _media_models(self) -> list[nn.Module]:
-        """Every model of this trainer that reads media: the policy, and reference or teacher models beside it."""
-        policy = unwrap(self.model)
-        others = {id(base): base for value in vars(self).values() if (base := _base_model(value)) is not None}
-        return [policy, *(model for model in others.values() if model is not policy)]
-
-    def _sharded(self) -> str | None:
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if plugin is not None and plugin.zero_stage == 3:
-            return "ZeRO-3 shards the weights"
-        return "FSDP shards the weights" if self.is_fsdp_enabled else None
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Prepares a batch for a model: moved to the device, media in the dtype of their tower.
-
-        Args:
-            inputs: Model inputs by name.
-
-        Returns:
-            A new mapping of the same kind; `inputs` is not changed.
-        """
-        self.safety_contract.fired["inputs"] += 1
-        return super()._prepare_inputs(inputs)
-
-    def _prepare_input(self, data: Any) -> Any:
-        """Prepares any part of a batch. Some trainers call this past any class between them and `Trainer`."""
-        if not isinstance(data, Mapping):
-            return self._move(data)
-        caster = self._media_caster()
-        media = caster.media(data)
-        if caster.undecided(data):
-            caster.decide({key: self._move(value) for key, value in data.items()})
-            for decision in caster.decisions.values():
-                logger.info("media tensor %s: %s", decision.key, decision.reason)
-        return type(data)(  # type: ignore[call-arg]
-            {key: self._move(caster.cast(key, value)) if key in media else self._prepare_input(value)
-             for key, value in data.items()}
-        )  # fmt: skip
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a dataloader whose batches hold their media as decided before they are moved.
-
-        Only what this process collates: a worker does not know what is decided after it was started.
-        """
-        if self.args.dataloader_num_workers > 0:
-            return super()._get_dataloader(*args, **kwargs)
-        collator: Any = self.data_collator  # type: ignore[has-type]
-        self.data_collator = MediaCollator(collator, self._media_caster)
-        try:
-            return super()._get_dataloader(*args, **kwargs)
-        finally:
-            self.data_collator = collator
-
-    def _move(self, data: Any) -> Any:
-        """Moves nested tensors to the device and leaves their dtype alone.
-
-        `Trainer` does the same without DeepSpeed; under it, it casts every floating tensor to the engine's dtype, also
-        those that are no model inputs or are multiplied into integer positions.
-        """
-        if isinstance(data, Mapping):
-            return type(data)({key: self._move(value) for key, value in data.items()})  # type: ignore[call-arg]
-        if isinstance(data, (list, tuple)):
-            return type(data)(self._move(value) for value in data)
-        return data.to(self.args.device) if isinstance(data, torch.Tensor) else data
-
-
-class PrecisionMixin(ExactCheckpoints):
+class PrecisionMixin(SkippedSteps):
     """Above TRL: what users and TRL call on `self`.
 
     A safe trainer of any TRL algorithm is `class SafeX(PrecisionMixin, XTrainer, PrecisionBase)`.
@@ -316,6 +246,7 @@ class PrecisionMixin(ExactCheckpoints):
     _media_models: Callable[[], list[nn.Module]]
     _media_caster: Callable[[], MediaCaster]
     _make_meet: Callable[..., Any]
+    _head_is_float32: Callable[[nn.Module], bool]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -334,7 +265,7 @@ class PrecisionMixin(ExactCheckpoints):
             declared_policy(arguments["args"], arguments.get("model"), type(self), quantization).check()
             spell_dtype_as_trl_does(arguments["args"])
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
-        with adapters_held(type(self), arguments.get("model")) as self._adapter_guard:
+        with construction(type(self), arguments.get("model"), self._head_is_float32) as self._adapter_guard:
             super().__init__(**arguments)
         policy, *others = self._media_models()
         for model in others:
@@ -342,6 +273,10 @@ class PrecisionMixin(ExactCheckpoints):
                 prepare_reference(model, self.precision_policy, fp32_patterns_of(self.args))
             apply(self.precision_settlement_of(model), model)
             self._make_meet(model)
+        if getattr(self.args, "cast_lm_head_to_fp32", False):
+            for model in (policy, *others):  # TRL's own head, which the autocast of a rollout would round again
+                base: Any = model
+                fp32_modules.without_autocast(base.get_output_embeddings())
 
     def precision_settlement_of(self, model: nn.Module) -> Settlement:
         """What a second model of the run needs: a reference or a teacher.
@@ -361,9 +296,8 @@ class PrecisionMixin(ExactCheckpoints):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one turn of generation in the compute context of training.
 
-        Where the contract says that it is not covered, it is left alone: vLLM has a compute dtype of its own, another
-        thread does not see this thread's autocast, and weights are synchronised in this method, which must not be done
-        in half precision.
+        Left alone where the contract says that it is not covered: vLLM has a compute dtype of its own, another thread
+        does not see this thread's autocast, and weights are synchronised here, never in half precision.
         """
         if self.safety_contract["rollout"].state != COVERED:
             return _next_method(self, ROLLOUT_METHOD)(*args, **kwargs)
@@ -390,11 +324,3 @@ def _next_method(trainer: PrecisionMixin, name: str) -> Callable[..., Any]:
     """The method that comes after `PrecisionMixin`; not every TRL trainer has each of them."""
     method: Callable[..., Any] = getattr(super(PrecisionMixin, trainer), name)
     return method
-
-
-def _base_model(value: Any) -> nn.Module | None:
-    """The transformers model inside an attribute of a trainer, if there is one."""
-    if not isinstance(value, nn.Module):
-        return None
-    base = unwrap(value)
-    return base if hasattr(base, "get_input_embeddings") else None

@@ -63,6 +63,7 @@ class ExactState:
         "_logs",  # the completions of the next log
         "_total_train_tokens",
         "_current_train_step_time",
+        "_step_record",  # skipped steps, and the metrics of the optimizer for the next log
     )
 
     # What the trainers bring, for the type checker.

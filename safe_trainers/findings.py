@@ -1,0 +1,267 @@
+"""Every refusal and every warning of this package, in two lists.
+
+A refusal is right only where stock TRL would crash, or would train something else than what was asked for; whatever
+stock trains correctly must train. `REFUSALS` is the whole list, so that it can be read, tested and bounded.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One entry of the lists below: what is wrong with some input, and the line that mends it.
+
+    Attributes:
+        id: Stable slug, the same in every release.
+        why: Why it fails, as a template.
+        fix: The line to write instead, as a template.
+    """
+
+    id: str
+    why: str
+    fix: str
+
+
+def _index(*findings: Finding) -> dict[str, Finding]:
+    return {finding.id: finding for finding in findings}
+
+
+REFUSALS = _index(
+    Finding(
+        "unknown-dtype",
+        "{value!r} names no dtype; accepted are {accepted}.",
+        "{field}={suggestion!r}",
+    ),
+    Finding(
+        "precision-contradicts-flag",
+        "`precision` decides about autocast by itself, and `{flag}` says something else.",
+        "drop `{flag}`, or drop `precision={precision!r}`",
+    ),
+    Finding(
+        "half-weights-under-other-autocast",
+        "autocast would round {weights} weights to {compute} in every operation and leave the others alone, so that "
+        "two half formats meet: some models crash there, and none computes what either format promises.",
+        "load the weights in the compute dtype, {load}, or set `{flag}=True`",
+    ),
+    Finding(
+        "bf16-is-emulated",
+        "{device} has no bfloat16 arithmetic (it needs compute capability 8.0): torch emulates it, many times slower.",
+        "use {config}`fp16=True` with `bf16=False`",
+    ),
+    Finding(
+        "flash-attention-needs-half",
+        "flash attention kernels exist for bfloat16 and float16 only, and this run computes in float32.",
+        "`bf16=True` (or `precision='bf16'`), or `model_init_kwargs={{'attn_implementation': 'sdpa'}}`",
+    ),
+    Finding(
+        "continuous-batching-casts-weights",
+        "it casts the model itself to {compute} at each rollout and never back: master weights and the optimizer's "
+        "state would silently be half precision from the first rollout on.",
+        "`use_transformers_continuous_batching=False`, or `use_vllm=True`",
+    ),
+    Finding(
+        "half-trainables-under-loss-scaling",
+        "the loss scaler cannot unscale gradients of these dtypes: the optimizer would fail at the first step.",
+        "drop `upcast_trainables=False` (float32 takes {memory} more), or load them in float32",
+    ),
+    Finding(
+        "adapter-dtype-cannot-be-scaled",
+        "fp16 scales the loss, and the scaler of {device} cannot unscale bfloat16 gradients: the optimizer would fail "
+        "at the first step.",
+        "drop `adapter_dtype='bfloat16'`, or use `bf16=True`",
+    ),
+    Finding(
+        "adapters-not-captured",
+        "TRL {version} rounds the trainables of a quantised model to bfloat16, and these were made in a way in which "
+        "their bits could not be kept: the trainer made them out of sight.",
+        "make them before, and pass the model: `model=get_peft_model(model, peft_config)`",
+    ),
+    Finding(
+        "loss-scale-out-of-range",
+        "it has to be {accepted}.",
+        "{field}={usual}",
+    ),
+    Finding(
+        "steps-out-of-range",
+        "it has to be {accepted}.",
+        "{field}={usual}",
+    ),
+    Finding(
+        "optimizer-steps-skipped",
+        "gradients that are not finite cannot be applied: the loss scale fell from {began} to {now} meanwhile, and no "
+        "weight has changed.",
+        "{fix}",
+    ),
+    Finding(
+        "not-a-list-of-patterns",
+        "it is a list of names of modules, each a text.",
+        "{fix}",
+    ),
+    Finding(
+        "learning-rate-out-of-range",
+        "how an update rounds follows from it, so it has to be a finite number, not below 0.",
+        "learning_rate=1e-5",
+    ),
+    Finding(
+        "no-such-module",
+        "no module of {model} has a name that matches{hint}.",
+        "{fix}",
+    ),
+    Finding(
+        "not-a-peft-config",
+        "adapters are made from a `peft.PeftConfig`, and this is a {kind}.",
+        "`peft_config=LoraConfig(r=16, target_modules='all-linear')`",
+    ),
+    Finding(
+        "int8-cannot-compute-in-float32",
+        "bitsandbytes multiplies 8-bit weights in float16, whatever comes in.",
+        "keep the module out of the quantisation: `BitsAndBytesConfig(load_in_8bit=True, "
+        "llm_int8_skip_modules=[{name!r}, 'lm_head'])`",
+    ),
+    Finding(
+        "mixed-weights-cannot-meet",
+        "the model multiplies or merges the two without a cast that could be placed from outside; torch says: {error}",
+        "{fix}",
+    ),
+    Finding(
+        "weights-overflow",
+        "the largest number of {target} is {limit}: they would become infinite.",
+        "load the model in bfloat16 or float32, `model_init_kwargs={{'dtype': 'bfloat16'}}`, with `bf16=True`",
+    ),
+    Finding(
+        "quantised-weights-overflow-fp16",
+        "float16 ends at 65504: {what} become infinite, and the loss is no number.",
+        "{fix}",
+    ),
+    Finding(
+        "unknown-quantizer",
+        "what layers of {method} compute in, and what they need beside them, is not known here; known are the 4-bit "
+        "and 8-bit layers of bitsandbytes, and models that were dequantised while they were loaded.",
+        "{fix}",
+    ),
+    Finding(
+        "bitsandbytes-missing",
+        "it is quantised by bitsandbytes, which is {state}.",
+        "pip install 'bitsandbytes>={minimum}'",
+    ),
+    Finding(
+        "quantised-head",
+        "a packed weight gets no gradient, and a head that the checkpoint lacks is never packed: its layer cannot "
+        "compute.",
+        "{fix}",
+    ),
+    Finding(
+        "bnb-compute-dtype-contradicts",
+        "what the packed layers compute is rounded to the dtype around them anyway, and two half formats do not mix.",
+        "drop `bnb_4bit_compute_dtype`: it follows the compute dtype of the run",
+    ),
+    Finding(
+        "accelerator-disagrees",
+        "the accelerator that was built runs mixed precision {actual!r}; an accelerate config, or "
+        "ACCELERATE_MIXED_PRECISION in the environment, overrides the training arguments.",
+        "remove `mixed_precision` from the accelerate config, or unset ACCELERATE_MIXED_PRECISION",
+    ),
+    Finding(
+        "unknown-choice",
+        "{value!r} is not one of {accepted}.",
+        "{field}={suggestion!r}",
+    ),
+    Finding(
+        "no-complete-checkpoint",
+        "it holds no checkpoint that is marked as complete: {found}.",
+        "{fix}",
+    ),
+    Finding(
+        "checkpoint-damaged",
+        "the checkpoint is not whole: {faults}. Loading it would stop half-way, or go on with what is left.",
+        "{fix}",
+    ),
+    Finding(
+        "adapter-does-not-fit",
+        "the saved adapter is not this run's: {detail}.",
+        "the `peft_config` and the model that it was trained with, or another `output_dir` for a new run",
+    ),
+    Finding(
+        "save-dtype-overflows",
+        "{name} holds {value}, and float16 ends at 65,504: it would be saved as infinity.",
+        "`save_dtype='bfloat16'`, which has float32's range, or none: weights are then saved as they are held",
+    ),
+    Finding(
+        "nothing-to-merge",
+        "no adapter is active in it.",
+        "pass the `PeftModel` itself, `trainer.model`, outside of `disable_adapter()`",
+    ),
+    Finding(
+        "adapter-cannot-be-merged",
+        "{why}.",
+        "ship the adapter beside its base, `model.save_pretrained(...)`",
+    ),
+    Finding(
+        "merged-weights-overflow",
+        "{name} holds {value}, and float16 ends at 65,504: it would be infinite.",
+        "`dtype='bfloat16'` or `dtype='float32'`",
+    ),
+    Finding(
+        "output-not-empty",
+        "there is something in it, which would be overwritten, or mistaken for a part of the merged model.",
+        "a folder that is empty, or not there yet",
+    ),
+    Finding(
+        "merge-not-kept",
+        "what stands in the files is not what was merged: {what}.",
+        "ship the adapter beside its base, `model.save_pretrained(...)`",
+    ),
+)
+"""Every refusal that a trainer or a config of this package can make, by id."""
+
+WARNINGS = _index(
+    Finding(
+        "fp16-on-cpu",
+        "accelerate has neither autocast nor a loss scaler for fp16 on this device and says nothing: the run computes "
+        "in the weights' own dtype, {weights}.",
+        "drop `fp16=True`, or use `bf16=True`",
+    ),
+    Finding(
+        "half-trainables",
+        "{count} of {total} trainable elements are {dtypes}: at learning_rate={rate} {share} of their first updates "
+        "round to nothing, and the optimizer's averages are kept in {dtypes} too.",
+        "{fix}",
+    ),
+    Finding(
+        "adapter-of-another-base",
+        "the adapter says that it was trained on {trained!r}, and it sits on {base!r}: on other weights it is another "
+        "model, and nothing would show it.",
+        "pass the adapter's own base, `AutoModelForCausalLM.from_pretrained({trained!r})`",
+    ),
+    Finding(
+        "int8-computes-in-fp16",
+        "whatever the run computes in, bitsandbytes rounds what enters an 8-bit layer to float16{where}, and on CUDA "
+        "what comes out of it too: a result beyond 65504 is infinite.",
+        "`load_in_4bit=True`, whose layers compute in the dtype of the run, or `fp16=True`",
+    ),
+    Finding(
+        "rollout-not-aligned",
+        "`rollout_compute='stock'` leaves generation as upstream has it: part of the model may compute in another "
+        "dtype in the rollout than in training.",
+        "drop `rollout_compute='stock'`",
+    ),
+    Finding(
+        "window-not-resumed",
+        "the rollouts that the checkpoint buffered do not fit this run: {changes}. They are generated anew, as TRL "
+        "does, and the run goes on differently from one that was never stopped.",
+        "keep these settings to resume exactly",
+    ),
+    Finding(
+        "state-not-saved",
+        "a checkpoint holds tensors, numbers, texts, lists and mappings only, so that loading it runs no code. "
+        "Without it, a run that is resumed here goes on differently from one that was never stopped.",
+        "{fix}",
+    ),
+    Finding(
+        "merge-loses-the-adapter",
+        "of what the adapters change, {share} rounds to nothing in {dtype}, whose steps are wider than the changes: "
+        "what is left is another adapter.",
+        "`dtype='float32'`, or ship the adapter beside its base, `model.save_pretrained(...)`",
+    ),
+)
+"""Every warning of this package, by id; each is given once per trainer."""
