@@ -202,11 +202,11 @@ class StepRecord:
         return self._sample
 
     def _too_many(self) -> Problem:
-        began, now = self._row_began_at, self._loss_scale
+        began, now, step = self._row_began_at, self._loss_scale, self._trainer.state.global_step + 1
         high = now >= 1.0  # the scale has still a way to go
         return refuse(
             "optimizer-steps-skipped",
-            f"{self.in_a_row} optimizer steps in a row, up to step {self._trainer.state.global_step + 1}, were skipped",
+            f"{self.in_a_row} optimizer steps in a row, up to step {step}, were skipped",
             began=f"{began:g}",
             now=f"{now:g}",
             fix=f"`loss_scale_init={min(now, began):g}`, or `bf16=True`"

@@ -1,4 +1,4 @@
-"""Skipped steps are seen, hold the schedule and end a run that goes nowhere; the metrics of the optimizer are right."""
+"""Skipped steps are seen, hold the schedule and end a run that goes nowhere; the optimizer's metrics are right."""
 
 import json
 import math
