@@ -75,12 +75,13 @@ class SafetyContract:
         return f" (fired {self.fired[coverage.hook]} times)" if coverage.hook and coverage.state == COVERED else ""
 
 
-def contract_of(trainer_class: type, elsewhere: str | None = None) -> SafetyContract:
+def contract_of(trainer_class: type, elsewhere: str | None = None, how: str | None = None) -> SafetyContract:
     """Reads the contract off a class.
 
     Args:
         trainer_class: A class made of `PrecisionMixin`, a TRL trainer and `PrecisionBase`.
-        elsewhere: Why a run of the class does not generate in its own process and context; `None` where it does.
+        elsewhere: Why a run of the class does not generate in what it trains in; `None` where it does.
+        how: How it generates, where not by the model's own `generate`.
 
     Returns:
         Its contract, nothing fired yet.
@@ -94,7 +95,8 @@ def contract_of(trainer_class: type, elsewhere: str | None = None) -> SafetyCont
     if elsewhere is not None and generates:
         rollout = Coverage("rollout", UNCOVERED, elsewhere)
     elif _inherits(trainer_class, ROLLOUT_METHOD):
-        rollout = Coverage("rollout", COVERED, f"{ROLLOUT_METHOD} runs in the compute context of training", "rollout")
+        detail = how or f"{ROLLOUT_METHOD} runs in the compute context of training"
+        rollout = Coverage("rollout", COVERED, detail, "rollout")
     elif generates:
         detail = f"the class generates, and not in {ROLLOUT_METHOD}: its rollout computes as upstream's"
         rollout = Coverage("rollout", UNCOVERED, detail)
@@ -119,7 +121,7 @@ def contract_of(trainer_class: type, elsewhere: str | None = None) -> SafetyCont
 
 
 def generates_elsewhere(trainer: Any, args: Any) -> str | None:
-    """Why a run does not generate in its own process's compute context, `None` where it does.
+    """Why a run does not generate in what it trains in, `None` where it does.
 
     Args:
         trainer: The trainer, which may still be being built.
@@ -127,11 +129,30 @@ def generates_elsewhere(trainer: Any, args: Any) -> str | None:
     """
     if getattr(args, "use_vllm", False):
         return "vLLM generates, in a dtype of its own"
-    if getattr(args, "use_transformers_continuous_batching", False):
-        return "continuous batching generates in a thread of its own, which no context reaches"
     if getattr(trainer, "rollout_func", None) is not None:
         return "a rollout_func of the user's generates"
     return "as asked by rollout_compute='stock'" if getattr(args, "rollout_compute", None) == "stock" else None
+
+
+def generates_how(args: Any) -> str | None:
+    """How a run generates, where not by the model's own `generate`.
+
+    Args:
+        args: The training arguments.
+    """
+    if batches_continuously(args):
+        return "continuous batching computes in a half copy of the weights, which TRL's cast leaves beside them"
+    return None
+
+
+def batches_continuously(args: Any) -> bool:
+    """Whether transformers' continuous batching generates.
+
+    Args:
+        args: The training arguments; in older releases of TRL the setting has another name.
+    """
+    names = ("use_transformers_continuous_batching", "use_transformers_paged")
+    return any(getattr(args, name, False) for name in names)
 
 
 def trl_bases(trainer_class: type) -> list[type]:

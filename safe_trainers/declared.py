@@ -36,7 +36,6 @@ def flags_of(args: Any, trainer_class: type) -> Flags:
         precision=getattr(args, "precision", None),
         rollout_compute=getattr(args, "rollout_compute", "training"),
         adapter_dtype=getattr(args, "adapter_dtype", AUTO),
-        continuous_batching=getattr(args, "use_transformers_continuous_batching", False),
         config=config.__name__ if config is not None else None,
     )
 

@@ -54,12 +54,6 @@ REFUSALS = _index(
         "`bf16=True` (or `precision='bf16'`), or `model_init_kwargs={{'attn_implementation': 'sdpa'}}`",
     ),
     Finding(
-        "continuous-batching-casts-weights",
-        "it casts the model itself to {compute} at each rollout and never back: master weights and the optimizer's "
-        "state would silently be half precision from the first rollout on.",
-        "`use_transformers_continuous_batching=False`, or `use_vllm=True`",
-    ),
-    Finding(
         "half-trainables-under-loss-scaling",
         "the loss scaler cannot unscale gradients of these dtypes: the optimizer would fail at the first step.",
         "drop `upcast_trainables=False` (float32 takes {memory} more), or load them in float32",

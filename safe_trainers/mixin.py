@@ -27,12 +27,11 @@ from .captures import AdapterGuard, construction
 from .census import Census, take_census
 from .contract import (
     BUFFER_METHOD,
-    COVERED,
-    ROLLOUT_METHOD,
     SafetyContract,
     check_bases,
     contract_of,
     generates_elsewhere,
+    generates_how,
 )
 from .decisions import carry_out
 from .declared import (
@@ -53,6 +52,7 @@ from .media_inputs import MediaInputs
 from .policy import OFF, PrecisionPolicy, resolve
 from .preparation import Preparation, prepare, prepare_reference
 from .probing import cannot_meet, failure
+from .rollout import AlignedRollouts
 from .sampled import SampledRollouts
 from .settlement import Settlement, apply, settle
 from .signatures import by_name, default_output_dir, signature_of
@@ -90,7 +90,9 @@ class PrecisionBase(SampledRollouts, MediaInputs):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs)
         model, training_args = bound.arguments["model"], bound.arguments["args"]
-        self.safety_contract = contract_of(type(self), generates_elsewhere(self, training_args))
+        self.safety_contract = contract_of(
+            type(self), generates_elsewhere(self, training_args), generates_how(training_args)
+        )
         self._settle(model, training_args)
         self._reconcile_mixed_weights(
             model, bound.arguments.get("processing_class"), bound.arguments.get("train_dataset")
@@ -221,7 +223,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
             raise PrecisionError(problems)
 
 
-class PrecisionMixin(SkippedSteps):
+class PrecisionMixin(AlignedRollouts, SkippedSteps):
     """Above TRL: what users and TRL call on `self`.
 
     A safe trainer of any TRL algorithm is `class SafeX(PrecisionMixin, XTrainer, PrecisionBase)`.
@@ -292,18 +294,6 @@ class PrecisionMixin(SkippedSteps):
     def _adapters_loaded(self, checkpoint: str) -> None:
         carry_out(self.model, self.precision_preparation.decisions)
         super()._adapters_loaded(checkpoint)
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one turn of generation in the compute context of training.
-
-        Left alone where the contract says that it is not covered: vLLM has a compute dtype of its own, another thread
-        does not see this thread's autocast, and weights are synchronised here, never in half precision.
-        """
-        if self.safety_contract["rollout"].state != COVERED:
-            return _next_method(self, ROLLOUT_METHOD)(*args, **kwargs)
-        self.safety_contract.fired["rollout"] += 1
-        with self.compute_context():
-            return _next_method(self, ROLLOUT_METHOD)(*args, **kwargs)
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         """Generates and scores a batch, and hands it on with its media in their tower's dtype.

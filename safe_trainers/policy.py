@@ -45,7 +45,6 @@ class Flags:
         fp16: `TrainingArguments.fp16`.
         precision: The `precision` field of a Safe config, in any spelling of `parse_dtype`; `None` where unset.
         rollout_compute: `"training"` or `"stock"`.
-        continuous_batching: Whether transformers' continuous batching generates.
         adapter_dtype: `"auto"`, `"float32"` or `"bfloat16"`, in any spelling of `parse_dtype`.
         config: Name of the Safe config class to recommend in messages, `None` where there is none for the trainer.
     """
@@ -54,7 +53,6 @@ class Flags:
     fp16: bool = False
     precision: str | None = None
     rollout_compute: str = "training"
-    continuous_batching: bool = False
     adapter_dtype: str = AUTO
     config: str | None = None
 
@@ -302,11 +300,6 @@ def _contradictions(
     attention = model.attn_implementation or ""
     if _FLASH_ATTENTION.search(attention) and compute.value == FLOAT32:
         yield refuse("flash-attention-needs-half", f"attn_implementation={attention!r} with float32 compute")
-    # TRL casts by the flag, also where there is no autocast, and adapters too.
-    wider = (model.weights | model.trainable) - {requested.value}
-    if flags.continuous_batching and requested.value in HALVES and wider:
-        given = f"use_transformers_continuous_batching=True with {' and '.join(sorted(wider))} weights"
-        yield refuse("continuous-batching-casts-weights", given, compute=requested.value)
 
 
 def _unknown_choice(field: str, value: str, accepted: tuple[str, ...]) -> Problem:

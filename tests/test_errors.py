@@ -33,7 +33,6 @@ def test_the_list_of_refusals_is_the_committed_one():
         "half-weights-under-other-autocast",
         "bf16-is-emulated",
         "flash-attention-needs-half",
-        "continuous-batching-casts-weights",
         "half-trainables-under-loss-scaling",
         "mixed-weights-cannot-meet",
         "weights-overflow",

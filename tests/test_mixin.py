@@ -275,21 +275,6 @@ def test_following_the_advice_trains():
     assert cells.run(Cell("text", "grpo", "bf16", "fp16"), safe=True).error is None
 
 
-def test_continuous_batching_would_make_the_master_weights_half():
-    cell = Cell("text", "grpo", "fp32", "bf16")
-    settings = {
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": {"num_blocks": 32, "max_batch_tokens": 64},
-    }
-    stock = build(cell, safe=False, **settings)
-    stock.train()
-    assert {p.dtype for p in stock.model.parameters()} == {torch.bfloat16}  # silently
-    with pytest.raises(PrecisionError, match="continuous-batching-casts-weights"):
-        build(cell, **settings)
-    safe = build(Cell("text", "grpo", "bf16", "bf16"), **settings)
-    assert safe.safety_contract["rollout"].state == "not covered"
-
-
 def test_dtypes_are_spelt_for_trl_in_any_of_our_spellings():
     trainer = build(Cell("text", "sft", "bf16", None), model_init_kwargs={"dtype": "torch.bfloat16"})
     assert trainer.args.model_init_kwargs == {"dtype": "bfloat16"}
@@ -376,12 +361,6 @@ def test_a_stream_with_pictures_is_asked_with_a_picture():
     assert stream.column_names is None
     with pytest.raises(PrecisionError, match="mixed-weights-cannot-meet"):
         SafeGRPOTrainer(**{**made, "model": float32_tower(), "train_dataset": stream})
-
-
-def test_continuous_batching_would_make_adapters_half_too():
-    settings = {"use_transformers_continuous_batching": True}
-    with pytest.raises(PrecisionError, match="continuous-batching-casts-weights"):
-        build(Cell("text", "grpo", "bf16", "bf16", lora=True), **settings)
 
 
 def float32_norms(family):
