@@ -12,34 +12,33 @@ import logging
 import os
 import re
 import shutil
-import struct
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .errors import CheckpointError, refuse
+from .file_checks import TRAINER_STATE, is_count, is_file, read_json, replace_file, unreadable
 
 
 logger = logging.getLogger(__name__)
 
 MARKER = "safe_trainers_checkpoint.json"
 """The manifest of a checkpoint: format, step, whether it is complete, and the size of each file in bytes."""
-TRAINER_STATE = "trainer_state.json"
 FORMAT = 1
 CUT_SHORT = "saving it was cut short"
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ASIDE = "_replaced-"  # where a whole checkpoint waits while another of the same step is written
-_TORCH = re.compile(
-    r"(pytorch_model|adapter_model|optimizer|scheduler|scaler|rng_state|training_args|safe_trainers_)"
-    r".*\.(bin|pt|pth)"
-)
 _WEIGHTS = re.compile(r"(adapter_|pytorch_)?model.*(?<!\.json)|global_step\d+")
-_JSON = (TRAINER_STATE, "config.json", "adapter_config.json")
-_EDITABLE = {".md", ".txt", ".jinja", ".json", ".yaml", ".yml"}  # what callbacks and users edit; no resume needs a size
-_SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_EDITABLE = {
+    ".md",
+    ".txt",
+    ".jinja",
+    ".json",
+    ".yaml",
+    ".yml",
+}  # what callbacks and users edit; no resume needs a size
 
 
 @dataclass(frozen=True)
@@ -78,21 +77,6 @@ class Checkpoint:
         return f"{self.path.name} ({why})"
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file that is there as a whole or not at all, also after a power cut.
-
-    Args:
-        path: Its place.
-        write: What writes the content into an open file.
-    """
-    temporary = path.with_name(f".{path.name}.part")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def inspect_checkpoint(folder: Path) -> Checkpoint:
     """Looks at a checkpoint folder: its marker, the sizes of its files, their headers.
 
@@ -106,15 +90,16 @@ def inspect_checkpoint(folder: Path) -> Checkpoint:
     if not marker.is_file():
         return Checkpoint(folder, False, tuple(_unmarked_faults(folder)))
     try:
-        content = json.loads(marker.read_text(encoding="utf-8"))
-        finished, files = content["complete"] is True, dict(content.get("files") or {})
-        newer = content["format"] > FORMAT
-    except (ValueError, KeyError, TypeError) as error:
+        content = read_json(marker)
+        if is_count(content["format"]) and content["format"] > FORMAT:
+            return Checkpoint(folder, True, (f"{MARKER} was written by a newer release of safe-trainers",))
+        if content["format"] is True or content["format"] != FORMAT:
+            raise ValueError(f"there is no format {content['format']!r}")
+        if content["complete"] is not True:
+            return Checkpoint(folder, True, (CUT_SHORT,))
+        files = _files_of(content)
+    except (ValueError, KeyError, OSError) as error:
         return Checkpoint(folder, True, (f"{MARKER} is corrupt: {type(error).__name__}: {error}",))
-    if newer:
-        return Checkpoint(folder, True, (f"{MARKER} was written by a newer release of safe-trainers",))
-    if not finished:
-        return Checkpoint(folder, True, (CUT_SHORT,))
     return Checkpoint(folder, True, tuple(_faults(folder, files)))
 
 
@@ -131,7 +116,8 @@ def begin_checkpoint(folder: Path) -> None:
             logger.info("removing the remains of %s", old)
             remove(folder)
         elif old.faults and not old.marked:
-            kept = _free_name(folder)
+            others = len(list(folder.parent.glob(f"_kept-*{folder.name}")))
+            kept = folder.with_name(f"_kept-{others + 1}-{folder.name}")
             logger.warning("%s is no checkpoint of this package, and is kept as %s", old, kept.name)
             os.replace(folder, kept)
         else:
@@ -172,9 +158,13 @@ def renew_marker(folder: Path, step: int) -> None:
         folder: The folder. Files that are gone stay in the list: without them it is not complete any more.
         step: The optimizer step that it was saved at.
     """
-    if inspect_checkpoint(folder).marked:
-        files = {**_files_of(_read_json(folder / MARKER)), **_written(folder)}
-        _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, "files": files})
+    try:
+        listed = _files_of(read_json(folder / MARKER))
+    except (ValueError, OSError) as error:
+        logger.warning("%s of %s is not as it was written: %s", MARKER, folder, error)
+        return
+    files = {**listed, **_written(folder)}
+    _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, "files": files})
 
 
 def _written(folder: Path) -> dict[str, int]:
@@ -224,7 +214,7 @@ def choose_checkpoint(given: Any, output_dir: Path) -> Any:
     if given is None or given is False:
         return given
     if given is True:
-        _put_back(output_dir)
+        put_back(output_dir)
         found = checkpoints_in(output_dir)
         chosen = next((checkpoint for checkpoint in found if checkpoint.complete), None)
         if chosen is not None:
@@ -242,6 +232,7 @@ def choose_checkpoint(given: Any, output_dir: Path) -> Any:
         names = ", ".join(map(str, found))
         raise CheckpointError([refuse("no-complete-checkpoint", where, found=names, fix=fix)])
     folder = Path(given)
+    put_back(folder.absolute().parent, folder.name)
     if not folder.is_dir():
         return given  # upstream says that it is not there
     checkpoint = inspect_checkpoint(folder)
@@ -271,34 +262,6 @@ def damaged(given: Any, faults: str, *folders: Path) -> CheckpointError:
     )
 
 
-def safetensors_dtypes(path: Path) -> dict[str, str]:
-    """The dtype of each tensor of a safetensors file, from its header alone.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Dtypes by tensor name: canonical names for floating dtypes, the file's own (`"U8"`) for others.
-
-    Raises:
-        ValueError: If the header does not fit the file.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length + 8 > size:
-            raise ValueError(f"{size:,} bytes are shorter than its header")
-        header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is no mapping")
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    if end != size:
-        raise ValueError(f"{size:,} bytes, and its header promises {end:,}")
-    return {name: _SAFETENSORS.get(entry["dtype"], entry["dtype"]) for name, entry in tensors.items()}
-
-
 def _write_marker(folder: Path, content: dict[str, Any]) -> None:
     text = json.dumps(content, indent=1)
     replace_file(folder / MARKER, lambda file: file.write(text.encode()))
@@ -309,26 +272,45 @@ def _step(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _put_back(output_dir: Path) -> None:
-    """Returns checkpoints to their place that waited beside one that was never finished."""
+def put_back(output_dir: Path, name: str = "*") -> None:
+    """Returns checkpoints to their place that waited beside one that was never finished.
+
+    Args:
+        output_dir: Where the run saves.
+        name: The one to return; by default all.
+    """
     for aside in output_dir.glob(f"{_ASIDE}checkpoint-*"):
         place = aside.with_name(aside.name.removeprefix(_ASIDE))
-        if place.is_dir() and inspect_checkpoint(place).complete:
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            logger.warning("%s is put back: the one that was to replace it was cut short", place.name)
-            shutil.rmtree(place, ignore_errors=True)
-            os.replace(aside, place)
+        if name not in ("*", place.name):
+            continue
+        there = inspect_checkpoint(place) if os.path.lexists(place) else None
+        if there is not None and not there.remains:
+            remove(aside)
+            continue
+        logger.warning("%s is put back: the one that was to replace it was cut short", place.name)
+        remove(place)
+        os.replace(aside, place)
+
+
+def _files_of(content: Mapping[str, Any]) -> dict[str, int]:
+    """The files that a marker lists, with their sizes in bytes."""
+    files = content.get("files")
+    if not isinstance(files, dict) or not all(is_count(size) for size in files.values()):
+        raise ValueError("its files are no mapping of names to sizes")
+    if TRAINER_STATE not in files:
+        raise ValueError(f"it lists no {TRAINER_STATE}")
+    return files
 
 
 def _faults(folder: Path, files: Mapping[str, int]) -> Iterator[str]:
     for name, size in files.items():
         path = folder / name
-        if not path.is_file():
+        edited = path.suffix in _EDITABLE and path.name != TRAINER_STATE
+        if not is_file(path):
             yield f"{name} is missing"
-        elif path.stat().st_size != size:
+        elif not edited and path.stat().st_size != size:
             yield f"{name} has {path.stat().st_size:,} bytes, and {size:,} were written"
-        elif fault := _unreadable(path):
+        elif fault := unreadable(path):
             yield f"{name} {fault}"
 
 
@@ -338,27 +320,11 @@ def _unmarked_faults(folder: Path) -> Iterator[str]:
         yield f"{TRAINER_STATE} is missing"  # written last by transformers
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and (fault := _unreadable(path)):
+        fault = unreadable(path) if path.is_file() else None
+        if fault:
             yield f"{name} {fault}"
         if name.startswith("safe_trainers_"):
             yield f"{name} is there and {MARKER} is not: parts of the checkpoint were removed"
-        if name.endswith(".index.json") and path.is_file() and not _unreadable(path):
-            shards = json.loads(path.read_text(encoding="utf-8")).get("weight_map", {}).values()
-            yield from (f"{shard} is missing" for shard in sorted(set(shards)) if not (path.parent / shard).is_file())
-
-
-def _unreadable(path: Path) -> str | None:
-    """Why a file cannot be what its name says, from its header or its end; `None` where nothing speaks against it."""
-    try:
-        if path.suffix == ".safetensors":
-            safetensors_dtypes(path)
-        elif _TORCH.fullmatch(path.name):
-            with open(path, "rb") as file:
-                legacy = file.read(1) == b"\x80"  # a pickle, as torch wrote before its zip format
-            if not legacy and not zipfile.is_zipfile(path):
-                return f"({path.stat().st_size:,} bytes) is truncated or corrupt: it is no file of torch.save"
-        elif path.name in _JSON or path.name.endswith(".index.json"):
-            json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        return f"is truncated or corrupt: {error}"
-    return None
+        if name.endswith(".index.json") and path.is_file() and not fault:
+            shards = sorted(set(read_json(path)["weight_map"].values()))
+            yield from (f"{shard} is missing" for shard in shards if not is_file(path.parent / shard))

@@ -7,7 +7,6 @@ not save, in resume.py.
 
 import contextlib
 import logging
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,10 +22,13 @@ from .checkpoint_files import (
     checkpoints_in,
     choose_checkpoint,
     finish_checkpoint,
-    safetensors_dtypes,
+    put_back,
+    remove,
+    renew_marker,
 )
 from .dtypes import from_torch, parse_dtype
 from .errors import CheckpointError, PrecisionWarning
+from .file_checks import safetensors_dtypes
 from .resume import EpochBegins, ExactState
 from .towers import adapter_parameters
 from .weight_files import cast_weights, declare_dtype, load_as_saved, saved_under_other_names
@@ -47,11 +49,13 @@ class ExactCheckpoints(ExactState):
     _limit: int | None = None  # the `save_total_limit` of the run while a checkpoint is being written
     _saving = False
     _push: str | None = None
+    _saves_later = False  # whether callbacks are still to be told of a checkpoint
+    _written: tuple[Path, Path] | None = None  # folder of the run, and of the checkpoint that was just written
 
     # ---- Saving ----
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes a checkpoint, then its marker, and only then removes older ones.
+        """Writes a checkpoint, then its marker, and only when callbacks are done with it removes older ones.
 
         Args:
             model: The model, as the training loop has it.
@@ -75,7 +79,29 @@ class ExactCheckpoints(ExactState):
             finish_checkpoint(folder, self.state.global_step)
         if self._push is not None:
             super()._push_from_checkpoint(self._push)  # type: ignore[misc]
-        if self.args.should_save and self.args.save_total_limit is not None and self.args.save_total_limit > 0:
+        self._written = run_dir, folder
+        if not self._saves_later:
+            self._settle_saved(run_dir, folder)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Settles what was saved once the callbacks of `on_save` have seen it, which may rewrite files."""
+        self._saves_later, self._written = True, None
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._saves_later = False
+        if self._written is not None:
+            self.accelerator.wait_for_everyone()  # callbacks run on every process
+            self._settle_saved(*self._written)
+
+    def _settle_saved(self, run_dir: Path, folder: Path) -> None:
+        """Marks a checkpoint as it is now, and removes older ones."""
+        if not self.args.should_save:
+            return
+        if folder.is_dir():
+            renew_marker(folder, self.state.global_step)
+        put_back(run_dir)  # before a later run takes it for one of its own
+        if folder.is_dir() and self.args.save_total_limit is not None and self.args.save_total_limit > 0:
             self._rotate(run_dir, folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -88,10 +114,11 @@ class ExactCheckpoints(ExactState):
     def _rotate(self, run_dir: Path, current: Path) -> None:
         """Removes checkpoints as upstream does; those of this package that are not whole do not count."""
         best = self.state.best_model_checkpoint
+        kept = {Path(path).resolve() for path in (current, best) if path is not None}
         for checkpoint in checkpoints_in(run_dir):
-            if checkpoint.remains and (best is None or checkpoint.path.resolve() != Path(best).resolve()):
+            if checkpoint.remains and checkpoint.path.resolve() not in kept:
                 logger.info("removing %s", checkpoint)
-                shutil.rmtree(checkpoint.path, ignore_errors=True)
+                remove(checkpoint.path)
         if hasattr(self, "_rotate_checkpoints"):  # transformers 4
             latest = self._sorted_checkpoints(use_mtime=True, output_dir=str(run_dir))[-1]  # type: ignore[attr-defined]
             rotate = partial(self._rotate_checkpoints, use_mtime=True, output_dir=str(run_dir))

@@ -22,9 +22,10 @@ from PIL import Image
 from torch import nn
 from transformers import TrainerCallback
 
-from .checkpoint_files import damaged, replace_file
+from .checkpoint_files import damaged
 from .contract import trl_bases
 from .errors import PrecisionWarning, warn
+from .file_checks import replace_file
 
 
 logger = logging.getLogger(__name__)

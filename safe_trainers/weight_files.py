@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint_files import damaged, replace_file, safetensors_dtypes
+from .checkpoint_files import damaged
 from .dtypes import FLOAT16, FLOAT32, to_torch
 from .errors import CheckpointError, refuse
+from .file_checks import replace_file, safetensors_dtypes
 from .towers import adapter_parameters, is_quantized, unwrap
 
 

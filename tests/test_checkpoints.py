@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from cells import Cell
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from safe_trainers import PrecisionBase, PrecisionMixin, SafeSFTTrainer, checkpoints
@@ -32,9 +33,9 @@ from safe_trainers.checkpoint_files import (
     choose_checkpoint,
     finish_checkpoint,
     inspect_checkpoint,
-    safetensors_dtypes,
 )
 from safe_trainers.errors import CheckpointError
+from safe_trainers.file_checks import safetensors_dtypes
 from safe_trainers.resume import from_plain, to_plain
 from safe_trainers.testing import fp16_on_cpu
 
@@ -123,8 +124,77 @@ def test_a_push_finds_the_marker(tmp_path):
 
 
 def test_files_that_are_added_later_do_not_matter(out):
-    (out / "checkpoint-2" / "README.md").write_text("pushed")
+    (out / "checkpoint-2" / "notes.md").write_text("pushed")
     assert inspect_checkpoint(out / "checkpoint-2").complete
+
+
+class Editing(TrainerCallback):
+    """Does something to each checkpoint that was written."""
+
+    def __init__(self, edit: Callable[[Path], object]) -> None:
+        self.edit = edit
+
+    def on_save(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        assert inspect_checkpoint(folder).complete  # a kill in a callback leaves a whole one
+        self.edit(folder)
+
+
+def widen(folder: Path) -> None:
+    """Makes every file longer that a callback may write anew."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "note": "edited"}))
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt", "note": "edited"})
+
+
+@pytest.mark.parametrize("limit", [1, 2, None])
+def test_a_callback_may_rewrite_files_of_a_checkpoint(limit, tmp_path):
+    made = trainer(tmp_path, 3, save_total_limit=limit)
+    made.add_callback(Editing(widen))
+    made.train()
+    kept = [f"checkpoint-{step} (complete)" for step in (3, 2, 1)][:limit]
+    assert [str(checkpoint) for checkpoint in checkpoints_in(tmp_path)] == kept
+    again = trainer(tmp_path, 4)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", MARKER])
+def test_a_checkpoint_that_a_callback_takes_parts_of_is_kept_and_not_called_complete(name, tmp_path):
+    made = trainer(tmp_path, 2, save_total_limit=5)
+    made.add_callback(Editing(lambda folder: (folder / name).unlink()))
+    made.train()
+    assert [(c.path.name, c.complete) for c in checkpoints_in(tmp_path)][:1] == [("checkpoint-2", False)]
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+
+
+def test_a_callback_may_remove_a_checkpoint(tmp_path):
+    made = trainer(tmp_path, 3, save_total_limit=1)
+    made.add_callback(Editing(shutil.rmtree))
+    made.train()
+    assert made.state.global_step == 3
+    assert not checkpoints_in(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "README.md"])
+def test_texts_may_be_edited_by_hand(name, out):
+    with open(out / "checkpoint-2" / name, "a") as file:
+        file.write("\n")
+    assert choose_checkpoint(True, out) == str(out / "checkpoint-2")
+
+
+def list_also(folder: Path, name: str) -> None:
+    """Lists one more file in a marker."""
+    content = json.loads((folder / MARKER).read_text())
+    content["files"][name] = 1
+    (folder / MARKER).write_text(json.dumps(content))
+
+
+def zero_half(path: Path) -> None:
+    """Zeroes the first half of a file, as a disk does that had no time for it."""
+    content = path.read_bytes()
+    path.write_bytes(bytes(len(content) // 2) + content[len(content) // 2 :])
 
 
 DAMAGE = {
@@ -147,6 +217,23 @@ DAMAGE = {
         lambda folder: (folder / MARKER).write_text('{"format": 1, "complete": false}'),
         "cut short",
     ),
+    **{
+        f"marker: {text}": (lambda folder, text=text: (folder / MARKER).write_text(text), f"{MARKER} is corrupt")
+        for text in (
+            "null",
+            '{"format": 1, "complete": true}',
+            '{"format": true, "complete": true, "files": {"trainer_state.json": 1}}',
+            '{"format": "1", "complete": true, "files": {"trainer_state.json": 1}}',
+            '{"format": 1, "complete": true, "files": {}}',
+            '{"format": 1, "complete": true, "files": ["trainer_state.json"]}',
+            '{"format": 1, "complete": true, "files": {"trainer_state.json": "x"}}',
+            '{"format": 1, "complete": true, "files": {"trainer_state.json": null}}',
+            '{"format": 1, "complete": true, "files": {"trainer_state.json": 1e400}}',
+        )
+    },
+    "deep marker": (lambda folder: (folder / MARKER).write_text("[" * 100_000), f"{MARKER} is corrupt"),
+    "marker with a name that is too long": (lambda folder: list_also(folder, "a" * 300), "aaa is missing"),
+    "half an optimizer": (lambda folder: zero_half(folder / "optimizer.pt"), "optimizer.pt ("),
     "corrupt state": (
         lambda folder: (folder / "trainer_state.json").write_bytes(
             b"{" * (folder / "trainer_state.json").stat().st_size
@@ -156,7 +243,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", DAMAGE, ids=lambda kind: kind.replace(" ", "-"))
 def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(kind, out, caplog):
     folder = out / "checkpoint-2"
     damage, words = DAMAGE[kind]
@@ -252,12 +339,28 @@ def test_an_explicit_one_that_stock_never_finished_is_refused(stock):
         choose_checkpoint(str(stock / "checkpoint-2"), stock)
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"global_step": "1"}', '{"global_step": true}'])
+def test_an_explicit_one_whose_state_says_no_step_is_refused(text, stock):
+    """Upstream would stop in a traceback, or begin again at step 0 with the weights of step 2."""
+    (stock / "checkpoint-2" / "trainer_state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"trainer_state.json is truncated or corrupt: it (holds|says)"):
+        choose_checkpoint(str(stock / "checkpoint-2"), stock)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": null}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_of_shards_that_is_none_is_refused(text, stock):
+    (stock / "checkpoint-2" / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json is truncated or corrupt: it"):
+        choose_checkpoint(str(stock / "checkpoint-2"), stock)
+
+
 def test_a_missing_shard_is_named(stock):
     folder = stock / "checkpoint-2"
-    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors is missing"):
-        choose_checkpoint(str(folder), stock)
+    for shard in ("model-00001-of-00002.safetensors", "a" * 300):
+        index = {"metadata": {}, "weight_map": {"a": shard, "b": "model.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=rf"{shard} is missing"):
+            choose_checkpoint(str(folder), stock)
 
 
 def test_what_is_left_of_a_deleted_checkpoint_is_not_taken_for_stocks(out):
@@ -339,6 +442,50 @@ def test_folders_that_are_not_whole_do_not_count_as_kept(out):
     assert [str(c) for c in checkpoints_in(out)] == ["checkpoint-3 (complete)", "checkpoint-2 (complete)"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / MARKER).write_text('{"format": 2, "complete": true}'),
+        lambda folder: (folder / MARKER).write_text("garbage"),
+        lambda folder: (folder / "optimizer.pt").unlink(),
+        lambda folder: truncate(folder / "optimizer.pt"),
+    ],
+    ids=["of a newer release", "marker damaged", "trimmed", "damaged"],
+)
+def test_a_checkpoint_that_was_whole_is_removed_by_upstreams_rule_alone(change, out):
+    modified = (out / "checkpoint-1").stat().st_mtime
+    change(out / "checkpoint-1")
+    os.utime(out / "checkpoint-1", (modified, modified))  # upstream removes the oldest
+    trainer(out, 3, save_total_limit=3).train(resume_from_checkpoint=True)
+    assert [c.path.name for c in checkpoints_in(out)] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"]
+    trainer(out, 4, save_total_limit=3).train(resume_from_checkpoint=True)
+    assert [c.path.name for c in checkpoints_in(out)] == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
+
+
+def test_what_stands_where_a_checkpoint_goes_and_is_none_is_kept(out):
+    (out / "checkpoint-3").mkdir()
+    (out / "checkpoint-3" / "notes.txt").write_text("mine")
+    (out / "checkpoint-4").write_text("a file")
+    trainer(out, 4, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert [str(c) for c in checkpoints_in(out)] == ["checkpoint-4 (complete)"]
+    assert (out / "_kept-1-checkpoint-3" / "notes.txt").read_text() == "mine"
+    assert (out / "_kept-1-checkpoint-4").read_text() == "a file"
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_of_a_checkpoint_that_is_a_link_the_link_alone_is_removed(damage, out, tmp_path):
+    shutil.move(out / "checkpoint-2", tmp_path / "elsewhere")
+    (out / "checkpoint-2").symlink_to(tmp_path / "elsewhere")
+    if damage:
+        (tmp_path / "elsewhere" / MARKER).write_text('{"format": 1, "complete": false}')
+    (out / "checkpoint-3").symlink_to(tmp_path / "nowhere")
+    files = digest(tmp_path / "elsewhere")
+    trainer(out, 3).train(resume_from_checkpoint=str(out / "checkpoint-1"))
+    assert digest(tmp_path / "elsewhere") == files
+    assert [(c.complete, c.path.is_symlink()) for c in checkpoints_in(out)] == [(True, False)] * 3
+    assert not list(out.glob("_replaced-*"))
+
+
 def test_folders_of_others_are_removed_by_upstreams_rule_alone(stock):
     (stock / "checkpoint-1" / "trainer_state.json").unlink()
     made = trainer(stock, 3, save_total_limit=3)
@@ -404,6 +551,24 @@ def test_a_whole_checkpoint_of_the_same_step_waits_until_the_new_one_is_whole(ou
     finish_checkpoint(out / "checkpoint-2", 2)
     assert not list(out.glob("_replaced-*"))
     assert list(json.loads((out / "checkpoint-2" / MARKER).read_text())["files"]) == ["trainer_state.json"]
+
+
+def test_a_checkpoint_that_was_set_aside_is_there_for_one_who_names_it(out):
+    begin_checkpoint(out / "checkpoint-2")  # and the process dies here
+    assert choose_checkpoint(str(out / "checkpoint-2"), out) == str(out / "checkpoint-2")
+    os.replace(out / "checkpoint-2", out / "_replaced-checkpoint-2")  # or between two renames
+    assert choose_checkpoint(str(out / "checkpoint-2") + "/", out) == str(out / "checkpoint-2") + "/"
+    assert inspect_checkpoint(out / "checkpoint-2").complete
+
+
+@pytest.mark.parametrize("limit", [1, None])
+def test_a_checkpoint_that_was_set_aside_does_not_come_back_over_a_later_run(limit, out):
+    shutil.copytree(out / "checkpoint-2", out / "checkpoint-4")
+    begin_checkpoint(out / "checkpoint-4")  # and the process dies here
+    trainer(out, 3, save_total_limit=limit).train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert not list(out.glob("_replaced-*"))
+    left = ["checkpoint-3"] if limit else ["checkpoint-4", "checkpoint-3", "checkpoint-2", "checkpoint-1"]
+    assert [c.path.name for c in checkpoints_in(out) if c.complete] == left
 
 
 # --- the loss scaler ---
