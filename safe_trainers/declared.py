@@ -13,7 +13,7 @@ from .adapter_files import another_base
 from .adapters import Circumstances
 from .census import Census, take_census
 from .device import Device, detect_device
-from .dtypes import AUTO, FLOAT32, SHORT, from_torch, parse_dtype
+from .dtypes import AUTO, FLOAT32, HALVES, SHORT, from_torch, parse_dtype
 from .errors import PrecisionError, PrecisionWarning, refuse
 from .policy import Flags, Model, PrecisionPolicy, resolve
 from .quantized_loading import asked_quantization, missing_backend, skip_heads, unloadable_head
@@ -111,6 +111,24 @@ def _declared_weights(dtype: Any) -> frozenset[str]:
         return frozenset()
     name = parse_dtype(dtype, field="model_init_kwargs['dtype']")
     return frozenset() if name == AUTO else frozenset({name})
+
+
+def choose_load_dtype(arguments: dict[str, Any], policy: PrecisionPolicy) -> None:
+    """Loads a frozen base in the compute dtype, where `precision` decides and nothing else was written.
+
+    Full fine-tuning keeps TRL's default: float32, the master weights.
+
+    Args:
+        arguments: What a trainer is built with, by name; `model_init_kwargs` of its config are completed.
+        policy: The declared policy of the run.
+    """
+    args, model = arguments["args"], arguments.get("model")
+    declared = getattr(args, "model_init_kwargs", None) or {}
+    frozen = arguments.get("peft_config") is not None
+    if getattr(args, "precision", None) is None or not isinstance(model, str) or "dtype" in declared or not frozen:
+        return
+    if policy.autocast.value in HALVES:
+        args.model_init_kwargs = {**declared, "dtype": policy.autocast.value}
 
 
 def spell_dtype_as_trl_does(args: Any) -> None:

@@ -37,6 +37,7 @@ from .decisions import carry_out
 from .declared import (
     check_adapters,
     check_loading,
+    choose_load_dtype,
     circumstances_of,
     declared_policy,
     flags_of,
@@ -264,7 +265,9 @@ class PrecisionMixin(AlignedRollouts, SkippedSteps):
         if arguments.get("args") is not None:
             check_loading(arguments, type(self))
             quantization = arguments.get("quantization_config")
-            declared_policy(arguments["args"], arguments.get("model"), type(self), quantization).check()
+            declared = declared_policy(arguments["args"], arguments.get("model"), type(self), quantization)
+            declared.check()
+            choose_load_dtype(arguments, declared)
             spell_dtype_as_trl_does(arguments["args"])
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
         with construction(type(self), arguments.get("model"), self._head_is_float32) as self._adapter_guard:
