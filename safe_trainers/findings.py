@@ -71,6 +71,11 @@ REFUSALS = _index(
         "make them before, and pass the model: `model=get_peft_model(model, peft_config)`",
     ),
     Finding(
+        "infinite-rewards",
+        "TRL compares rewards within their group: with an infinite one all advantages of the group are 0 or infinite.",
+        "let {function} return a finite number, or None where it does not apply",
+    ),
+    Finding(
         "loss-scale-out-of-range",
         "it has to be {accepted}.",
         "{field}={usual}",
@@ -79,6 +84,23 @@ REFUSALS = _index(
         "steps-out-of-range",
         "it has to be {accepted}.",
         "{field}={usual}",
+    ),
+    Finding(
+        "activations-overflow-fp16",
+        "float16 ends at 65,504: what is computed from it is no number. It happens in the forward pass, where no loss "
+        "scale helps.",
+        "{fix}",
+    ),
+    Finding(
+        "weights-not-finite",
+        "its {name} holds numbers that are not finite: no precision mends that.",
+        "load weights that are finite; where they were cast to float16, in their own dtype, "
+        "`model_init_kwargs={{'dtype': 'auto'}}`",
+    ),
+    Finding(
+        "rollout-not-finite",
+        "the logits that tokens are sampled from are not finite: something in the model overflows float16.",
+        "`overflow_probe_steps=1`, which names the module, or `bf16=True` on a device that computes it",
     ),
     Finding(
         "optimizer-steps-skipped",
@@ -205,10 +227,41 @@ REFUSALS = _index(
         "what stands in the files is not what was merged: {what}.",
         "ship the adapter beside its base, `model.save_pretrained(...)`",
     ),
+    Finding(
+        "share-out-of-range",
+        "it has to be a share, from 0 to 1.",
+        "{field}={usual}",
+    ),
+    Finding(
+        "vllm-refuses-fp16",
+        "numbers in a {kind} model overflow float16, and vLLM does not build it.",
+        "`precision='bf16'` (or `bf16=True`), or `use_vllm=False`",
+    ),
+    Finding(
+        "vllm-server-computes-otherwise",
+        "the trainer computes in {dtype}: sampler and trainer would give each token another probability.",
+        "start the server with `--dtype {dtype}`",
+    ),
+    Finding(
+        "vllm-holds-packed-weights",
+        "what is sent to it is base and adapter in one dense tensor, which packed weights cannot take.",
+        "{fix}",
+    ),
 )
 """Every refusal that a trainer or a config of this package can make, by id."""
 
 WARNINGS = _index(
+    Finding(
+        "activations-near-overflow",
+        "float16 ends at 65,504: what grows by a factor of two in training is infinite.",
+        "{fix}",
+    ),
+    Finding(
+        "overflow-without-effect",
+        "float16 ends at 65,504. What was computed is finite all the same; the model clamps or masks it. Gradients "
+        "through it may not be.",
+        "{fix}",
+    ),
     Finding(
         "fp16-on-cpu",
         "accelerate has neither autocast nor a loss scaler for fp16 on this device and says nothing: the run computes "
@@ -256,6 +309,46 @@ WARNINGS = _index(
         "of what the adapters change, {share} rounds to nothing in {dtype}, whose steps are wider than the changes: "
         "what is left is another adapter.",
         "`dtype='float32'`, or ship the adapter beside its base, `model.save_pretrained(...)`",
+    ),
+    Finding(
+        "adapter-dropout-in-rollouts",
+        "TRL scores completions in training mode: each log-probability has the noise of a dropout of its own, so that "
+        "the ratio of new to old policy is not 1 even where nothing was trained{where}.",
+        "`disable_dropout=True`, or `LoraConfig(lora_dropout=0.0)`",
+    ),
+    Finding(
+        "sync-loses-the-adapter",
+        "of the weights that the adapters change, {share} are the base's again in {dtype}, whose steps are wider than "
+        "the changes, in each of the last {syncs} syncs: the sampler runs almost the model that training began with.",
+        "{fix}",
+    ),
+    Finding(
+        "sampler-ties-weights",
+        "vLLM has one weight for embeddings and head, as `tie_word_embeddings` says, and the adapters change {names}: "
+        "it samples from another model than is trained.",
+        "leave embeddings and head out of `target_modules` and `modules_to_save`, or untie them before",
+    ),
+    Finding(
+        "sampler-without-fp32-modules",
+        "what generates knows nothing of them and computes in {dtype} throughout, where they may overflow.",
+        "generate with the model's own `generate`: `use_vllm=False`, `use_transformers_continuous_batching=False`",
+    ),
+    Finding(
+        "vllm-server-not-asked",
+        "this release of TRL has no way to ask a server what it computes in.",
+        "start it with `--dtype {dtype}`, as the trainer computes",
+    ),
+    Finding(
+        "cascade-attention-off",
+        "before vLLM {mended} it computes shared prompts wrongly on this GPU (vLLM issue 22103), so it is switched "
+        "off here, which takes some speed.",
+        "pip install 'vllm>={mended}'",
+    ),
+    Finding(
+        "reference-in-another-dtype",
+        "it was loaded by itself, holds {held} where the policy holds {wanted}, and is sharded already: the KL "
+        "divergence is not 0 even where nothing was trained.",
+        "`model_init_kwargs={{'dtype': {wanted!r}}}`, and pass the model by name",
     ),
 )
 """Every warning of this package, by id; each is given once per trainer."""

@@ -2,8 +2,8 @@
 
 The sampler's log-probabilities come from `generate` itself (sampled.py) or are vLLM's own, which TRL keeps as
 `sampling_per_token_logps`. The trainer's are TRL's old log-probabilities where it computes them, and else those of the
-first loss of each slice of the batch, before the weights have changed: no model is run for any of it. mismatch.py has the
-metrics with their formulas; beside them:
+first loss of each slice of the batch, before the weights have changed: no model is run for any of it. mismatch.py has
+the metrics with their formulas; beside them:
 
 | metric | formula | unit |
 |---|---|---|
@@ -202,7 +202,9 @@ class MismatchRecord:
         Returns:
             The rollout batch.
         """
-        self.turns, self.forwards = turns, forwards = [], []
+        turns: list[Turn] = []
+        forwards: list[torch.Tensor] = []
+        self.turns, self.forwards = turns, forwards
         try:
             batch = score()
         finally:
@@ -230,7 +232,8 @@ class MismatchRecord:
         sampler = batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
         if sampler is None or any(key in batch for key in _OLD_KEYS) or not self.measures():
             return loss()
-        self.forwards = forwards = []
+        forwards: list[torch.Tensor] = []
+        self.forwards = forwards
         try:
             value = loss()
         finally:
@@ -243,7 +246,7 @@ class MismatchRecord:
             self._say_once("this loss does not show its log-probabilities")
             return
         mask = batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
-        counted = tally(trainer, sampler, mask, self._dtype, self._limits)
+        counted = tally(trainer, sampler, mask, self._limits)
         mode = self._mode()
         before = self.own.get(mode)
         self.own[mode] = counted if before is None else combine(torch.stack([before.to(counted.device), counted]))
@@ -275,7 +278,7 @@ class MismatchRecord:
         """The metrics of the log that is being written; what they are made of starts anew."""
         mode = self._mode()
         total = self.everyone.pop(mode, None)
-        found = {} if total is None else metrics(total)
+        found = {} if total is None else metrics(total, self._dtype, self._limits)
         return {f"eval_{name}": value for name, value in found.items()} if mode == "eval" else found
 
     def _mode(self) -> str:

@@ -50,6 +50,7 @@ from .dtypes import HALVES
 from .errors import PrecisionError, PrecisionWarning, refuse
 from .media import MediaCaster
 from .media_inputs import MediaInputs
+from .metrics import MismatchMetrics
 from .policy import OFF, PrecisionPolicy, resolve
 from .preparation import Preparation, prepare, prepare_reference
 from .probing import cannot_meet, failure
@@ -224,7 +225,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
             raise PrecisionError(problems)
 
 
-class PrecisionMixin(AlignedRollouts, SkippedSteps):
+class PrecisionMixin(AlignedRollouts, MismatchMetrics, SkippedSteps):
     """Above TRL: what users and TRL call on `self`.
 
     A safe trainer of any TRL algorithm is `class SafeX(PrecisionMixin, XTrainer, PrecisionBase)`.

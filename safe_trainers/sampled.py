@@ -1,9 +1,9 @@
 """Log-probabilities of sampled tokens, taken while `generate` samples them: no second forward pass.
 
-`generate` takes a function in its public argument `custom_generate`. The one given here calls the model's own `_sample`
-with the same processors in a list that looks at the logits on their way in, before any processor: what is recorded is
-the distribution of `logits / temperature`. That is what TRL's trainers score, who know nothing of top-k, top-p, min-p,
-penalties and suppressed tokens; the distribution after these differs from it whatever is computed in which dtype.
+`generate` takes a function in its public argument `custom_generate`. The one given here calls the model's own
+`_sample` with the same processors in a list that looks at the logits on their way in, before any processor: what is
+recorded is the distribution of `logits / temperature`. That is what TRL's trainers score, who know nothing of top-k,
+top-p, min-p, penalties and suppressed tokens; what is left after these differs whatever is computed in which dtype.
 
 Sampled tokens, and the state of every random generator, are those of a run without it.
 """
@@ -26,8 +26,8 @@ SAMPLER_KEY = "precision_sampler_logps"
 RECORDED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 """What `_sample` does; in beam search and assisted generation no one distribution was sampled."""
 
-HELD_BYTES = 2**24
-"""Logits wait up to this size, so that many small steps are scored in one operation."""
+HELD_BYTES = 2**20
+"""Logits wait up to this size, so that small steps are scored together; more than a cache holds would be slower."""
 
 
 class Recorder(LogitsProcessorList):
@@ -91,7 +91,7 @@ class Recorder(LogitsProcessorList):
         logits = raw[0].unsqueeze(1) if len(raw) == 1 else torch.stack(raw, dim=1)  # (B, k, V)
         if self._temperature != 1.0:
             logits = logits / self._temperature
-        logps = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)  # (B, k)
+        logps = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (B, k)
         changed = [step for step, (scores, version) in enumerate(self._waiting) if scores._version != version]
         if changed:
             logps[:, changed] = torch.nan
@@ -175,13 +175,13 @@ def align(turns: Sequence[Turn], completion_ids: torch.Tensor) -> torch.Tensor |
     """
     if not turns or not all(turn.recorded for turn in turns) or len(turns[0].lengths) != len(completion_ids):
         return None
-    rows, width = completion_ids.shape
-    logps = torch.full((rows, width), torch.nan, dtype=torch.float32, device=completion_ids.device)
-    first = turns[0]
-    common = min(width, first.tokens.shape[1])
-    inside = torch.arange(common, device=logps.device) < torch.tensor(first.lengths, device=logps.device)[:, None]
-    same = inside & (first.tokens[:, :common] == completion_ids[:, :common])
-    logps[:, :common] = logps[:, :common].where(~same, first.logps[:, :common])
+    logps = torch.full(completion_ids.shape, torch.nan, device=completion_ids.device)
+    first, common = turns[0], min(completion_ids.shape[1], turns[0].tokens.shape[1])
+    same = first.tokens[:, :common] == completion_ids[:, :common]
+    if len(turns) > 1:  # what tools returned may look like the padding after a row
+        lengths = torch.tensor(first.lengths, device=logps.device)
+        same &= torch.arange(common, device=logps.device) < lengths.unsqueeze(1)
+    logps[:, :common] = first.logps[:, :common].where(same, torch.nan)
     if len(turns) > 1:
         _add_later_turns(logps, turns, completion_ids)
     return logps
