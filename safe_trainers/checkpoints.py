@@ -171,12 +171,15 @@ class ExactCheckpoints(ExactState):
 
     # ---- Resuming ----
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None, **kwargs: Any
+    ) -> Any:
         """Trains, from the start or from a checkpoint.
 
         Args:
             resume_from_checkpoint: `True` for the latest complete checkpoint in `output_dir`, a folder, or `None`.
-            *args: Passed on.
+            trial: The trial of a hyperparameter search.
+            ignore_keys_for_eval: Keys of the model's outputs that evaluation leaves out.
             **kwargs: Passed on.
 
         Returns:
@@ -186,16 +189,17 @@ class ExactCheckpoints(ExactState):
             CheckpointError: If there is no complete checkpoint among those that `True` finds, or the given one is cut
                 short, damaged or unreadable. Nothing was loaded or written then.
         """
+        self._batch_size = None
         chosen = self._agree(partial(choose_checkpoint, resume_from_checkpoint, Path(self.args.output_dir)))
         if chosen is not None and not isinstance(chosen, bool):
             self._check_adapters(Path(chosen))
-            self._resumed = self._read_state(Path(chosen))
+            self._read = self._read_state(Path(chosen))
         if not any(isinstance(callback, EpochBegins) for callback in self.callback_handler.callbacks):
             self.add_callback(EpochBegins(self._epoch_begins))
         try:
-            return super().train(chosen, *args, **kwargs)  # type: ignore[misc]
+            return super().train(chosen, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
         finally:
-            self._resumed = self._carried_loss = None
+            self._read = self._resumed = self._carried_loss = None
 
     def _check_adapters(self, folder: Path) -> None:
         """Refuses adapters of other shapes before anything is loaded, and warns of ones of another base."""
@@ -209,14 +213,17 @@ class ExactCheckpoints(ExactState):
     def _agree(self, decide: Callable[[], Any]) -> Any:
         """Lets the main process decide, and every process return or raise the same."""
         outcome: list[Any] = [None, None]
+        failure: Exception | None = None
         if self.accelerator.is_main_process:
             try:
                 outcome[0] = decide()
-            except CheckpointError as error:
-                outcome[1] = error
+            except Exception as error:
+                failure = error
+                known = isinstance(error, CheckpointError)  # others may not survive the way to another process
+                outcome[1] = error if known else RuntimeError(f"the main process failed: {error!r}")
         broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
+        if failure is not None or outcome[1] is not None:
+            raise failure or outcome[1]
         return outcome[0]
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -7,7 +7,6 @@ are lost as well.
 
 import io
 import logging
-import pickle
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ STATE_FILE = "safe_trainers_state_{rank}.pt"
 REFERENCE_FILE = "safe_trainers_reference.pt"
 WINDOW = ("_step", "_buffered_inputs")
 """Where TRL's trainers are inside a generation window: micro-batches so far, and the rollouts still to be used."""
+_ANEW = {"_step": 0, "_buffered_inputs": None}
 _GEOMETRY = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -64,6 +64,7 @@ class ExactState:
         "_logs",  # the completions of the next log
         "_total_train_tokens",
         "_current_train_step_time",
+        "_mismatch_state",  # sampler against trainer, for the next log
         "_step_record",  # skipped steps, and the metrics of the optimizer for the next log
     )
 
@@ -72,7 +73,10 @@ class ExactState:
     accelerator: Any
     state: Any
 
-    _resumed: dict[str, Any] | None = None
+    _read: dict[str, Any] | None = None  # what the checkpoint says
+    _resumed: dict[str, Any] | None = None  # the same, until the first step has it
+    _batch_size: int | None = None
+    _warned: frozenset[str] = frozenset()
     _running_loss: torch.Tensor | None = None
     _carried_loss: torch.Tensor | None = None
     _order: dict[str, Any] | None = None
@@ -86,14 +90,17 @@ class ExactState:
     def _save_state(self, folder: Path) -> None:
         """Writes what this process needs to go on exactly, and upstream does not save."""
         values: dict[str, Any] = {}
+        problems: dict[str, str] = {}
         for name in self.exact_state:
             unused = name == "_logs" and not getattr(self.args, "log_completions", False)
             if hasattr(self, name) and not unused and not (name == "_buffered_inputs" and self._window_ends()):
                 try:
                     values[name] = to_plain(getattr(self, name), name)
                 except TypeError as error:
-                    fix = f"keep such objects out of `{name}`"
-                    self._warn(warn("state-not-saved", str(error), fix=fix))
+                    problems[name] = str(error)
+        if problems:
+            fix = f"keep such objects out of {', '.join(f'`{name}`' for name in problems)}"
+            self._warn(warn("state-not-saved", "; ".join(problems.values()), fix=fix))
         loss = self._running_loss
         content = {
             "geometry": self._geometry(),
@@ -129,34 +136,35 @@ class ExactState:
         trainer = {"trainer": bases[0].__name__} if bases else {}
         return trainer | {"processes": self.args.world_size} | present | beta
 
-    def _read_state(self, checkpoint: Path) -> dict[str, Any] | None:
+    def _read_state(self, checkpoint: Path) -> dict[str, Any]:
         """Reads what `_save_state` wrote, and keeps the part of it that fits this run."""
         file = checkpoint / STATE_FILE.format(rank=self.args.process_index)
         state: dict[str, Any] | None = None
-        changes = [f"process {self.args.process_index} finds no {file.name}"]
+        fault, changes = "", [f"process {self.args.process_index} finds no {file.name}"]
         if file.is_file():
             device = self.args.device if self.args.device.type != "cpu" else "cpu"
             try:
-                state = dict(torch.load(file, map_location=device, weights_only=True))
-            except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError, ValueError) as error:
-                why = str(error).splitlines()[0]
-                raise damaged(
-                    checkpoint, f"{file.name} cannot be read: {why}", checkpoint.absolute().parent
-                ) from error
+                state = _checked(torch.load(file, map_location=device, weights_only=True))
+            except Exception as error:  # what unpickling damaged bytes ends in is anything
+                fault = f"{file.name} cannot be read: {str(error).partition(chr(10))[0] or type(error).__name__}"
+        if state is not None:
             geometry = self._geometry()
             then = {name: state["geometry"].get(name) for name in geometry}
             changes = [f"{name} was {then[name]} and is {new}" for name, new in geometry.items() if new != then[name]]
             if self.args.ignore_data_skip:
                 changes.append("ignore_data_skip=True begins the data anew")
-        everywhere = gather_object([(state is not None, changes)])  # one process may not go on without the others
-        if not any(found for found, _ in everywhere):
+        everywhere = gather_object([(state is not None, changes, fault)])  # no process may go on without the others
+        faults = [fault for *_, fault in everywhere if fault]
+        if faults:
+            raise damaged(checkpoint, "; ".join(faults), checkpoint.absolute().parent)
+        if not any(found for found, *_ in everywhere):
             logger.info("%s has no state of safe-trainers: rollouts and averages of the log begin anew", checkpoint)
-            return None
-        misfits = [change for _, found in everywhere for change in found]
-        if misfits and state is not None:
+        if state is None:
+            return {"values": _ANEW, "order": {}, "loss": None}
+        misfits = [change for _, found, _ in everywhere for change in found]
+        if misfits:
             buffered = state["values"].get("_buffered_inputs") is not None
-            state["values"] = {name: value for name, value in state["values"].items() if name not in WINDOW}
-            state["order"] = {}
+            state |= {"values": {**state["values"], **_ANEW}, "order": {}}
             if buffered:
                 given = f"resume_from_checkpoint={str(checkpoint)!r}"
                 self._warn(warn("window-not-resumed", given, changes="; ".join(dict.fromkeys(misfits))))
@@ -172,12 +180,20 @@ class ExactState:
         order = self._resumed["order"] if self._resumed is not None else {}
         if order:
             boundary = float(self.state.epoch or 0.0).is_integer()
-            generator = order["now" if boundary else "sampler"]
+            generator = order.get("now" if boundary else "sampler")
             if generator is not None and _generator_state(self._sampler) is not None:
                 self._sampler.generator.set_state(generator.cpu())
-            if not boundary:
+            if not boundary and "torch" in order:
                 torch.set_rng_state(order["torch"].cpu())
         self._order = {"torch": torch.get_rng_state(), "sampler": _generator_state(self._sampler)}
+
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Begins at the checkpoint, also once more after upstream found the batch too large for the memory."""
+        self._resumed, self._carried_loss = self._read, None
+        if self._read is not None and self._batch_size not in (None, batch_size):
+            self._resumed = {**self._read, "values": {**self._read["values"], **_ANEW}}
+        self._batch_size = batch_size
+        return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restores the last of the trainer's state: upstream calls this once, before the first step after a resume."""
@@ -189,22 +205,28 @@ class ExactState:
             if hasattr(self, name):
                 setattr(self, name, from_plain(value, getattr(self, name)))
         if state["loss"] is not None:
-            self._carried_loss = state["loss"].to(self.args.device)
-            self._total_loss_scalar = -self._carried_loss.item()  # `train_loss` is of this call's steps alone
+            carried = state["loss"].to(self.args.device)
+            self._total_loss_scalar = -carried.item()  # `train_loss` is of this call's steps alone
+            if hasattr(self, "_tr_loss"):
+                self._tr_loss = self._tr_loss + carried
+            else:  # transformers 4 has it in a variable of its loop, to which the first step's loss is added
+                self._carried_loss = carried
             self._globalstep_last_logged = state["last_logged"]
         reference, file = self._synced_reference(), Path(checkpoint, REFERENCE_FILE)
         if reference is not None and file.is_file():
             reference.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Does one step; the first one after a resume also returns the losses since the last log."""
+        """Does one step; the first one after a resume may also return the losses since the last log."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if self._carried_loss is not None:
             loss, self._carried_loss = self._carried_loss + loss, None
         return loss
 
     def _warn(self, problem: Any) -> None:
-        if self.accelerator.is_main_process:
+        """Warns, of each kind of problem once."""
+        if self.accelerator.is_main_process and problem.id not in self._warned:
+            self._warned |= {problem.id}
             warnings.warn(str(problem), PrecisionWarning, stacklevel=3)
 
 
@@ -221,6 +243,18 @@ class EpochBegins(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hands on the dataloader."""
         self.begins(kwargs.get("train_dataloader"))
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    """What was read, if it is what `_save_state` writes."""
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}, and no mapping")
+    for name in ("geometry", "values", "order"):
+        if not isinstance(state.get(name), dict):
+            raise ValueError(f"it holds no {name}")
+    if not isinstance(state.get("loss"), (torch.Tensor, type(None))) or "last_logged" not in state:
+        raise ValueError("it holds no loss since the last log")
+    return state
 
 
 def _sampler_of(loader: Any) -> Any:

@@ -1,5 +1,6 @@
 """Weights on their way into files, cast to `save_dtype`, and back, under the names that they were saved by."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -42,12 +43,18 @@ def load_as_saved(model: nn.Module, checkpoint: Path) -> None:
         checkpoint: The folder.
 
     Raises:
-        CheckpointError: If the files do not hold all of the weights.
+        CheckpointError: If the files do not hold all of the weights, or some of another shape.
     """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # widening and narrowing again is exact
     family: Any = type(model)
-    saved, found = family.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
+    own = copy.deepcopy(model.config)  # another model's config has this family build one of its default size
+    try:
+        saved, found = family.from_pretrained(checkpoint, config=own, dtype=dtype, output_loading_info=True)
+    except RuntimeError as error:
+        names = ", ".join(sorted(file.name for file in checkpoint.glob("model*.safetensors")))
+        why = str(error).strip().partition("\n")[0]
+        raise damaged(checkpoint, f"{names} does not fit this {family.__name__}: {why}") from error
     missing = sorted(found["missing_keys"])
     if missing:
         raise damaged(checkpoint, f"{len(missing)} weights such as {missing[0]} are in none of its files")

@@ -4,6 +4,7 @@ Real folders of real runs; what a kill leaves behind is in integration/test_resu
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -695,6 +696,37 @@ def test_a_file_without_some_of_the_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"1 weights such as .*q_proj.* are in none of its files"):
         made._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
     assert cells.fingerprint(made.model) == before
+
+
+@pytest.mark.parametrize(("family", "into"), [("text", "llava"), ("llava", "text"), ("llava", "qwen2_5_vl")])
+def test_a_checkpoint_of_another_model_is_refused_and_no_model_of_its_default_size_is_built(family, into, tmp_path):
+    """A llama checkpoint in a LLaVA run would have transformers build a LLaVA of 7B parameters, its default."""
+    trainer(tmp_path, 1, Cell(family, "sft", "fp32", None)).train()
+    made = trainer(tmp_path / "2", 2, Cell(into, "sft", "fp32", None))
+    before = cells.fingerprint(made.model)
+    with pytest.raises(CheckpointError, match=r"(are in none of its files|does not fit this)") as refused:
+        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert f"resume_from_checkpoint='{tmp_path}/checkpoint-1'" in str(refused.value)
+    assert cells.fingerprint(made.model) == before
+
+
+def test_weights_of_another_shape_are_refused_by_the_name_of_their_file(tmp_path):
+    cell = Cell("llava", "sft", "fp32", None)
+    made = trainer(tmp_path, 1, cell)
+    made.train()
+    file = tmp_path / "checkpoint-1" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "q_proj" in name)
+    save_file({**weights, name: torch.ones(3, 3)}, file, metadata={"format": "pt"})
+    before = cells.fingerprint(made.model)
+    with pytest.raises(CheckpointError, match=r"model.safetensors does not fit this LlavaForConditionalGeneration"):
+        made._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert cells.fingerprint(made.model) == before
+
+
+def test_the_signature_of_train_is_upstreams():
+    ours, stock = (inspect.signature(of.train).parameters for of in (checkpoints.ExactCheckpoints, trl.SFTTrainer))
+    assert [name for name in ours if name != "kwargs"] == [name for name in stock if name != "kwargs"]
 
 
 # --- the dtype of what is saved ---
