@@ -1,0 +1,222 @@
+"""The estimators against a slow reference in float64, and against what is known of them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_trainers.mismatch import EPS, LIMIT, POSITIONS, SIZE, Limits, combine, metrics, tally
+
+
+def reference(rows, dtype="float32", limits=None):
+    """Every metric by its definition, one token at a time; `rows` holds (trainer, sampler, counts) for each sequence.
+
+    `counts` says of each token whether it is part of the completion. Positions are those in the row.
+    """
+    tokens, scored, sequences, positions, outside = 0, [], [], {}, 0
+    for trainer, sampler, counts in rows:
+        differences = []
+        for place, (p, q, counted) in enumerate(zip(trainer, sampler, counts, strict=True)):
+            if not counted:
+                continue
+            tokens += 1
+            if math.isfinite(p) and math.isfinite(q):
+                d = max(min(p - q, LIMIT), -LIMIT)
+                differences.append(d)
+                scored.append((d, q))
+                bucket = max(first for first in POSITIONS if first <= place)
+                positions.setdefault(bucket, []).append(abs(d))
+        if differences:
+            total = math.fsum(differences)
+            sequences.append(total)
+            if limits is not None:
+                ratios = [total] * len(differences) if limits.sequences else differences
+                low, high = limits.low or 0.0, math.inf if limits.high is None else limits.high
+                outside += sum(not low <= math.exp(min(ratio, 700.0)) <= high for ratio in ratios)
+    if not tokens:
+        return {}
+    found = {"unscored_frac": 1 - len(scored) / tokens}
+    if scored:
+        n, weights = len(sequences), [math.exp(max(min(s, LIMIT), -LIMIT)) for s in sequences]
+        mean = math.fsum(sequences) / n
+        found |= {
+            "logp_mismatch_mean": math.fsum(abs(d) for d, _ in scored) / len(scored),
+            "logp_mismatch_max": max(abs(d) for d, _ in scored),
+            "logp_mismatch_k1": math.fsum(-d for d, _ in scored) / len(scored),
+            "logp_mismatch_k3": math.fsum(math.expm1(d) - d for d, _ in scored) / len(scored),
+            "logp_mismatch_ulp": math.fsum(abs(d) / (EPS[dtype] * max(1.0, abs(q))) for d, q in scored) / len(scored),
+            "seq_logratio_abs_mean": math.fsum(map(abs, sequences)) / n,
+            "seq_logratio_std": math.sqrt(math.fsum((s - mean) ** 2 for s in sequences) / n),
+            "seq_ess": math.fsum(weights) ** 2 / (n * math.fsum(w * w for w in weights)),
+        }
+        if limits is not None:
+            found["is_masked_frac"] = outside / len(scored)
+        for first, sizes in positions.items():
+            following = [later - 1 for later in POSITIONS if later > first]
+            found[f"mismatch_pos_{first}_{following[0] if following else 'up'}"] = math.fsum(sizes) / len(sizes)
+    return {f"precision/{name}": value for name, value in found.items()}
+
+
+def batch(rows, width, scale=0.1, seed=0, unscored=0.0):
+    """Log-probabilities as trainer and sampler give them, with padding, results of tools and tokens without any."""
+    generator = torch.Generator().manual_seed(seed)
+    sampler = -torch.rand(rows, width, generator=generator) * 5
+    trainer = (sampler.double() + scale * torch.randn(rows, width, generator=generator)).float()
+    lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(width) < lengths).long() * (torch.rand(rows, width, generator=generator) > 0.2)
+    gone = torch.rand(rows, width, generator=generator) < unscored
+    sampler[gone] = torch.tensor([math.nan, -math.inf])[torch.randint(0, 2, (int(gone.sum()),), generator=generator)]
+    return trainer, sampler, mask
+
+
+def as_rows(trainer, sampler, mask):
+    return list(zip(trainer.double().tolist(), sampler.double().tolist(), mask.tolist(), strict=True))
+
+
+def close(expected):
+    return {name: pytest.approx(value, rel=1e-9, abs=1e-15) for name, value in expected.items()}
+
+
+LIMITS = [None, Limits(None, 3.0, True), Limits(0.9, 1.05, False), Limits(0.95, None, False), Limits(None, None, True)]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "width", "scale", "unscored"),
+    [(7, 5, 0.1, 0.0), (3, 300, 1e-3, 0.1), (4, 1100, 1e-6, 0.0), (2, 4200, 0.5, 0.3), (5, 17, 3.0, 0.5)],
+)
+def test_against_the_slow_reference(rows, width, scale, unscored, limits):
+    made = batch(rows, width, scale, seed=width, unscored=unscored)
+    expected = reference(as_rows(*made), "bfloat16", limits)
+    assert len(expected) > 9
+    assert metrics(tally(*made, limits), "bfloat16", limits) == close(expected)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_batches_of_any_size_add_up(limits):
+    made = [
+        batch(rows, width, seed=rows, unscored=0.1) for rows, width in [(1, 1), (5, 70), (2, 16), (4, 2), (3, 1030)]
+    ]
+    together = combine(torch.stack([tally(*one, limits) for one in made]))
+    assert metrics(together, "float16", limits) == close(
+        reference([row for one in made for row in as_rows(*one)], "float16", limits)
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(*[st.floats(width=32) for _ in range(2)], st.booleans()), min_size=1, max_size=40))
+def test_whatever_the_log_probabilities_are_no_metric_is_nan_or_infinite(tokens):
+    trainer, sampler, mask = (torch.tensor(column).unsqueeze(0) for column in zip(*tokens, strict=True))
+    sides = trainer.float(), sampler.float(), mask.long()
+    found = metrics(tally(*sides, LIMITS[1]), "bfloat16", LIMITS[1])
+    assert all(math.isfinite(value) for value in found.values())
+    expected = close(reference(as_rows(*sides), "bfloat16", LIMITS[1]))
+    if expected and "precision/seq_logratio_std" in expected:  # from sums of squares: exact beside the mean alone
+        std = "precision/seq_logratio_std"
+        assert found.pop(std) == pytest.approx(expected.pop(std).expected, abs=1e-4)
+    assert found == expected
+
+
+def test_by_hand():
+    trainer, sampler = torch.tensor([[-1.0, -2.5], [-3.0, -9.0]]), torch.tensor([[-1.5, -2.0], [-4.0, -1.0]])
+    found = metrics(tally(trainer, sampler, torch.tensor([[1, 1], [1, 0]])), "float16")
+    assert found == close(
+        {
+            "precision/unscored_frac": 0.0,
+            "precision/logp_mismatch_mean": (0.5 + 0.5 + 1) / 3,
+            "precision/logp_mismatch_max": 1.0,
+            "precision/logp_mismatch_k1": -(0.5 - 0.5 + 1) / 3,
+            "precision/logp_mismatch_k3": (math.exp(0.5) + math.exp(-0.5) + math.exp(1) - 3 - 1) / 3,
+            "precision/logp_mismatch_ulp": (0.5 / 1.5 + 0.5 / 2 + 1 / 4) / 3 * 1024,
+            "precision/seq_logratio_abs_mean": 0.5,
+            "precision/seq_logratio_std": 0.5,
+            "precision/seq_ess": (1 + math.e) ** 2 / (2 * (1 + math.e**2)),
+            "precision/mismatch_pos_0_15": (0.5 + 0.5 + 1) / 3,
+        }
+    )
+
+
+def test_equal_sides_are_at_zero_and_weigh_alike():
+    _, sampler, mask = batch(6, 20)
+    found = metrics(tally(sampler, sampler, mask, LIMITS[1]), "float32", LIMITS[1])
+    assert found.pop("precision/seq_ess") == 1.0
+    assert set(found.values()) == {0.0}
+
+
+def test_k1_and_k3_estimate_the_divergence_and_k3_with_less_noise():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, generator=generator, dtype=torch.float64)
+    sampler = logits.log_softmax(0)
+    trainer = (logits + 0.3 * torch.randn(50, generator=generator, dtype=torch.float64)).log_softmax(0)
+    divergence = (sampler.exp() * (sampler - trainer)).sum().item()
+    tokens = torch.multinomial(sampler.exp(), 200_000, replacement=True, generator=generator).unsqueeze(0)
+    found = metrics(tally(trainer[tokens], sampler[tokens], torch.ones_like(tokens)))
+    assert divergence > 0.03
+    assert found["precision/logp_mismatch_k1"] == pytest.approx(divergence, rel=0.05)
+    assert found["precision/logp_mismatch_k3"] == pytest.approx(divergence, rel=0.02)
+
+
+def test_what_is_not_finite_is_counted_and_in_nothing_else():
+    trainer, sampler, mask = batch(6, 30)
+    mask[:, :3] = 1
+    whole = metrics(tally(trainer, sampler, mask))
+    tokens = int(mask.sum())
+    for broken in (math.nan, math.inf, -math.inf):
+        for side in (0, 1):
+            sides = [trainer.clone(), sampler.clone()]
+            sides[side][0, :3] = broken
+            found = metrics(tally(*sides, mask))
+            without = mask.clone()
+            without[0, :3] = 0
+            assert found.pop("precision/unscored_frac") == pytest.approx(3 / tokens)
+            assert found == {k: v for k, v in metrics(tally(trainer, sampler, without)).items() if k in found}
+    assert whole["precision/unscored_frac"] == 0
+
+
+def test_nothing_scored_and_nothing_there():
+    nothing = torch.full((2, 3), math.nan)
+    assert metrics(tally(nothing, nothing, torch.ones(2, 3))) == {"precision/unscored_frac": 1.0}
+    assert metrics(tally(nothing, nothing, torch.zeros(2, 3))) == {}
+    assert metrics(tally(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0))) == {}
+    assert metrics(torch.zeros(SIZE, dtype=torch.float64)) == {}
+
+
+def test_differences_beyond_all_sense_stay_finite():
+    trainer, sampler = torch.tensor([[0.0, -1e30], [-1e4, 0.0]]), torch.tensor([[-1e4, 0.0], [0.0, 0.0]])
+    found = metrics(tally(trainer, sampler, torch.ones(2, 2)))
+    assert found["precision/logp_mismatch_max"] == LIMIT
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_one_heavy_sequence_is_all_that_is_effective():
+    trainer, sampler = torch.zeros(10, 1), torch.zeros(10, 1)
+    sampler[0] = -50.0
+    assert metrics(tally(trainer, sampler, torch.ones(10, 1)))["precision/seq_ess"] == pytest.approx(0.1)
+
+
+def trl_masks(difference, mask, mode, low, high):
+    """Which tokens TRL 1.16 clips or masks, by the code of its `_generate_and_score_completions`."""
+    difference = difference * mask
+    difference = difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference
+    ratio = torch.exp(difference)
+    low = -math.inf if low is None else low
+    high = math.inf if high is None else high
+    return (((ratio < low) | (ratio > high)) & mask.bool()).sum().item() / mask.sum().item()
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"])
+@pytest.mark.parametrize(("low", "high"), [(None, 3.0), (0.5, 2.0), (0.5, None)])
+def test_the_masked_share_is_that_of_trl(mode, low, high):
+    trainer, sampler, mask = batch(40, 6, scale=0.6)
+    limits = Limits(low, high, mode.startswith("sequence"))
+    found = metrics(tally(trainer, sampler, mask, limits), limits=limits)["precision/is_masked_frac"]
+    assert 0 < found < 1
+    assert found == pytest.approx(trl_masks(trainer.double() - sampler.double(), mask, mode, low, high))
+
+
+def test_half_precision_log_probabilities_are_compared_as_they_are():
+    trainer, sampler, mask = batch(4, 8)
+    found = metrics(tally(trainer.bfloat16(), sampler.half(), mask))
+    assert found == close(reference(as_rows(trainer.bfloat16(), sampler.half(), mask)))
