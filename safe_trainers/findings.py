@@ -223,6 +223,17 @@ REFUSALS = _index(
         "a folder that is empty, or not there yet",
     ),
     Finding(
+        "output-is-working-folder",
+        "the merged model takes the place of this folder in one step, and this process would stay in the one that is "
+        "gone.",
+        "a folder below it, `output_dir='merged'`",
+    ),
+    Finding(
+        "nothing-to-compare",
+        "no token in them that is no padding follows another one: there is no prediction to compare.",
+        "inputs with rows of two tokens or more, or none for pseudo-random ones",
+    ),
+    Finding(
         "merge-not-kept",
         "what stands in the files is not what was merged: {what}.",
         "ship the adapter beside its base, `model.save_pretrained(...)`",

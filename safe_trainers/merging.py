@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import shutil
 import uuid
 import warnings
@@ -103,7 +104,7 @@ def merge_and_save(
 
     Args:
         model: A transformers model with PEFT adapters, all of it in this process.
-        output_dir: A folder that is absent or empty.
+        output_dir: A folder that is absent or empty, and not the working folder.
         dtype: As in `merged_weights`; `None` for the dtype in which the base holds its weights.
         processing_class: The tokenizer or processor, saved beside the weights.
         inputs: Model inputs with `input_ids` (B, T), and `attention_mask` (B, T) where rows are padded. By default 4
@@ -125,11 +126,15 @@ def merge_and_save(
     output = Path(output_dir).resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError([refuse("output-not-empty", f"output_dir={str(output_dir)!r}")])
+    if output == Path.cwd():
+        raise CheckpointError([refuse("output-is-working-folder", f"output_dir={str(output_dir)!r}")])
     target = None if dtype is None else to_torch(parse_dtype(dtype, allow_auto=False))
     base = unwrap(model)
     merged = _Merged(model, target)
     asked = _inputs_of(base, inputs)
     before = _ask(model, asked)
+    if before.ndim == 3 and not _predicted(asked).any():
+        raise CheckpointError([refuse("nothing-to-compare", "inputs={...}")])
     standing = next(folder for folder in output.parents if folder.is_dir())
     part = standing / f".{output.name}.{uuid.uuid4().hex[:8]}.part"  # on the disk that it is renamed on
     try:
@@ -145,9 +150,7 @@ def merge_and_save(
         )
         (part / CHECK_FILE).write_text(json.dumps(check.to_dict(), indent=2) + "\n", encoding="utf-8")
         output.parent.mkdir(parents=True, exist_ok=True)
-        if output.exists():
-            output.rmdir()
-        part.rename(output)
+        os.replace(part, output)  # over an empty folder too, in one step
     finally:
         shutil.rmtree(part, ignore_errors=True)
     if check.unchanged_share > UNCHANGED_LIMIT:
@@ -275,10 +278,8 @@ def _compare(before: torch.Tensor, after: torch.Tensor, inputs: Mapping[str, tor
         return {"compared": "scores", "max_difference": difference.max().item(),
                 "mean_difference": difference.mean().item(), "kl": None, "top1_agreement": agreement}  # fmt: skip
     live, merged = (logits[:, :-1].double().log_softmax(-1) for logits in (before, after))  # (B, T - 1, V)
-    side = "decoder_" if "decoder_input_ids" in inputs else ""
-    tokens = inputs[f"{side}input_ids"][:, 1:].cpu()  # (B, T - 1)
-    padding = inputs.get(f"{side}attention_mask")
-    mask = torch.ones_like(tokens).bool() if padding is None else padding[:, 1:].cpu().bool()  # (B, T - 1)
+    tokens = inputs[f"{_side(inputs)}input_ids"][:, 1:].cpu()  # (B, T - 1)
+    mask = _predicted(inputs)  # (B, T - 1)
     difference = (live - merged).gather(-1, tokens[..., None])[..., 0].abs()[mask]
     divergence = nn.functional.kl_div(merged, live, reduction="none", log_target=True).sum(-1)[mask]
     return {
@@ -288,6 +289,18 @@ def _compare(before: torch.Tensor, after: torch.Tensor, inputs: Mapping[str, tor
         "kl": divergence.mean().item(),
         "top1_agreement": (live.argmax(-1) == merged.argmax(-1))[mask].float().mean().item(),
     }
+
+
+def _side(inputs: Mapping[str, torch.Tensor]) -> str:
+    return "decoder_" if "decoder_input_ids" in inputs else ""
+
+
+def _predicted(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The next tokens that are predicted from a token, both of them no padding; (B, T - 1), bool."""
+    side = _side(inputs)
+    padding = inputs.get(f"{side}attention_mask")
+    present = (torch.ones_like(inputs[f"{side}input_ids"]) if padding is None else padding).cpu().bool()  # (B, T)
+    return present[:, 1:] & present[:, :-1]
 
 
 def _name(base: Any) -> str:

@@ -72,6 +72,7 @@ class ExactState:
     args: Any
     accelerator: Any
     state: Any
+    _tr_loss: Any
 
     _read: dict[str, Any] | None = None  # what the checkpoint says
     _resumed: dict[str, Any] | None = None  # the same, until the first step has it

@@ -64,6 +64,8 @@ def test_the_list_of_refusals_is_the_committed_one():
         "adapter-cannot-be-merged",
         "merged-weights-overflow",
         "output-not-empty",
+        "output-is-working-folder",
+        "nothing-to-compare",
         "merge-not-kept",
     }
 

@@ -818,6 +818,43 @@ def test_a_folder_that_holds_something_is_not_written_into(kind, tmp_path):
     assert kept.read_text() == "mine"
 
 
+def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        merge_and_save(adapted(base_of("fp32"), LORA), ".")
+    assert "output_dir='.'" in refused(error, "output-is-working-folder")
+    assert not list(tmp_path.iterdir())
+    merge_and_save(adapted(base_of("fp32"), LORA), "merged")
+    assert (tmp_path / "merged" / CHECK_FILE).is_file()
+
+
+@pytest.mark.parametrize("tokens", ["one", "padded", "alternating"])
+def test_inputs_without_a_next_token_are_refused_before_anything_is_written(tokens, tmp_path):
+    mask = torch.zeros_like(IDS)
+    mask[:, :: 2 if tokens == "alternating" else 8] = 1  # one real token a row, or none beside another
+    inputs = {"input_ids": IDS[:, :1]} if tokens == "one" else {"input_ids": IDS, "attention_mask": mask}
+    with pytest.raises(CheckpointError) as error:
+        merge_and_save(adapted(base_of("fp32"), LORA), tmp_path / "merged", inputs=inputs)
+    refused(error, "nothing-to-compare")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_predicted_from_padding_is_not_counted(tmp_path):
+    model = adapted(base_of("bf16"), LORA)
+    mask = torch.ones_like(IDS)
+    mask[:, :5] = 0  # of 8 tokens, padded on the left
+    inputs = {"input_ids": IDS, "attention_mask": mask}
+    check = merge_and_save(model, tmp_path / "merged", inputs=inputs)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
+    model.eval()
+    with torch.no_grad():
+        live, after = (m(**inputs).logits.double().log_softmax(-1)[:, 5:7] for m in (model, merged))  # (2, 2, V)
+    next_tokens = IDS[:, 6:, None]
+    difference = (live - after).gather(-1, next_tokens).abs()
+    assert check.mean_difference == pytest.approx(difference.mean().item(), rel=1e-6)
+    assert check.kl == pytest.approx((live.exp() * (live - after)).sum(-1).mean().item(), rel=1e-6)
+
+
 def test_a_model_that_is_not_its_class_any_more_is_refused(tmp_path):
     base = base_of("fp32")
     base.extra = nn.Linear(2, 2)
