@@ -42,7 +42,7 @@ class Recorder(LogitsProcessorList):
     def __init__(self, processors: Sequence[Any], temperature: float, prompt_length: int) -> None:
         super().__init__(processors)
         self._temperature, self._prompt_length = temperature, prompt_length
-        self._waiting: list[tuple[torch.Tensor, int]] = []
+        self._waiting: list[tuple[torch.Tensor, int | None]] = []
         self._held = 0
         self._scored: list[torch.Tensor] = []
 
@@ -59,9 +59,8 @@ class Recorder(LogitsProcessorList):
         """
         if self._waiting and self._held + scores.nbytes > HELD_BYTES:
             self._score(input_ids[:, -len(self._waiting) :])
-        if scores.is_inference():  # has no version that would tell of a change
-            scores = scores.clone()
-        self._waiting.append((scores, scores._version))
+        # In inference mode tensors have no version that would tell of a change.
+        self._waiting.append((scores.clone(), None) if scores.is_inference() else (scores, scores._version))
         self._held += scores.nbytes
         processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
         return processed
@@ -92,7 +91,8 @@ class Recorder(LogitsProcessorList):
         if self._temperature != 1.0:
             logits = logits / self._temperature
         logps = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (B, k)
-        changed = [step for step, (scores, version) in enumerate(self._waiting) if scores._version != version]
+        held = enumerate(self._waiting)
+        changed = [step for step, (scores, version) in held if version is not None and scores._version != version]
         if changed:
             logps[:, changed] = torch.nan
         self._scored.append(logps)
