@@ -54,12 +54,15 @@ class SkippedSteps(ExactCheckpoints):
 
     _record: "StepRecord | None" = None
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None, **kwargs: Any
+    ) -> Any:
         """Trains, from the start or from a checkpoint.
 
         Args:
             resume_from_checkpoint: See `ExactCheckpoints.train`.
-            *args: Passed on.
+            trial: Passed on.
+            ignore_keys_for_eval: Passed on.
             **kwargs: Passed on.
 
         Returns:
@@ -72,7 +75,7 @@ class SkippedSteps(ExactCheckpoints):
         if not any(isinstance(callback, _AroundSteps) for callback in self.callback_handler.callbacks):
             # First, so that the user's callbacks after a step find it said whether it was skipped.
             self.callback_handler.callbacks.insert(0, _AroundSteps(lambda: self._steps))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
 
     @property
     def _steps(self) -> "StepRecord":
