@@ -1,0 +1,473 @@
+"""The mismatch of real rollouts in real trainers: what is logged is what a slow reference makes of the same tokens."""
+
+import contextlib
+import logging
+import math
+
+import cells
+import pytest
+import torch
+from cells import Cell
+from datasets import Dataset
+from peft import LoraConfig
+from policing import reset_accelerate
+from test_mismatch import reference
+from transformers import TrainerCallback
+
+from safe_trainers import PrecisionError, SafeGRPOConfig, SafeGRPOTrainer, tiny
+from safe_trainers.metrics import limits_of
+from safe_trainers.sampled import SAMPLER_KEY
+from safe_trainers.testing import fp16_on_cpu
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
+
+ALL = {
+    f"precision/{name}"
+    for name in (
+        "unscored_frac", "logp_mismatch_mean", "logp_mismatch_max", "logp_mismatch_k1", "logp_mismatch_k3",
+        "logp_mismatch_ulp", "seq_logratio_abs_mean", "seq_logratio_std", "seq_ess", "mismatch_pos_0_15",
+    )
+}  # fmt: skip
+MEAN, MAX = "precision/logp_mismatch_mean", "precision/logp_mismatch_max"
+EXACT = 1e-5  # nats: float32 with a cache and padding beside float32 without
+
+
+def ours(entry, prefix=""):
+    """What a log says of rollouts."""
+    named = {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
+    wanted = ("precision/logp_", "precision/seq_", "precision/mismatch_", "precision/un", "precision/is_masked")
+    return {k: v for k, v in named.items() if k.startswith(wanted) and k != "precision/unrewarded_frac"}
+
+
+def logged(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def watched(trainer_class):
+    """A trainer that collects, on its own, what the metrics of each log have to be made from."""
+
+    class Watched(trainer_class):
+        rows, expected, errors = (), (), ()  # sequences since the last log; metrics of each log; errors of recordings
+        forwards = None
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            out = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            if self.forwards is not None:
+                self.forwards.append(out[0].detach().clone())
+            return out
+
+        def _generate_and_score_completions(self, inputs):
+            self.forwards = []
+            batch = super()._generate_and_score_completions(inputs)
+            forwards, self.forwards = self.forwards, None
+            sampler = full_forward(self, batch)
+            if "old_per_token_logps" in batch or "old_logps" in batch:
+                self.collect(batch.get("old_per_token_logps", forwards[0] if forwards else None), sampler, batch)
+                return batch
+            return {**batch, "full_forward": sampler}
+
+        def _compute_loss(self, model, inputs):
+            self.forwards = []
+            loss = super()._compute_loss(model, inputs)
+            forwards, self.forwards = self.forwards, None
+            if "full_forward" in inputs:
+                recorded, counts = inputs[SAMPLER_KEY], mask_of(inputs)
+                error = (recorded - inputs["full_forward"])[counts.bool()].abs().max().item()
+                self.errors = (*self.errors, error)
+                self.collect(forwards[0], recorded, inputs)
+            return loss
+
+        def collect(self, trainer, sampler, batch):
+            counts = mask_of(batch)
+            sides = (side.double().tolist() for side in (trainer, sampler))
+            self.rows = (*self.rows, *zip(*sides, counts.tolist(), strict=True))
+
+        def log(self, logs, *args, **kwargs):
+            if "loss" in logs or "eval_loss" in logs:
+                computed = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else "float32"
+                self.expected = (*self.expected, reference(self.rows, computed, limits_of(self.args)))
+                self.rows = ()
+            super().log(logs, *args, **kwargs)
+
+    return Watched
+
+
+def mask_of(batch):
+    return batch["completion_mask"] * batch.get("tool_mask", torch.ones_like(batch["completion_mask"]))
+
+
+def full_forward(trainer, batch):
+    """Log-probabilities of the completions by one forward pass outside autocast, without a cache."""
+    media = {key: batch[key] for key in ("pixel_values", "image_grid_thw", "mm_token_type_ids") if key in batch}
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=attention, use_cache=False, **media).logits
+    width = batch["completion_ids"].shape[1]
+    logits = logits[:, -width - 1 : -1].float() / trainer.temperature
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def train(cell, trainer_class=None, config=None, callbacks=(), **changes):
+    reset_accelerate()
+    made = cells.arguments(cell, config or cells.SAFE_CONFIG[cell.task], **{"max_completion_length": 8, **changes})
+    torch.manual_seed(0)
+    trainer = (trainer_class or cells.SAFE[cell.task])(**made, callbacks=list(callbacks))
+    trainer.train()
+    return trainer
+
+
+# ---- What is logged is right ----
+
+ALIGNED = [
+    Cell("text", "grpo", "fp32", None),
+    Cell("text", "grpo", "fp32", "bf16", lora=True, beta=0.1),
+    Cell("llava", "grpo", "fp32", "bf16", lora=True),
+    Cell("qwen2_5_vl", "grpo", "fp32", None, lora=True),
+]
+
+
+@pytest.mark.parametrize("cell", ALIGNED, ids=str)
+def test_log_probabilities_of_the_loss_are_compared_with_those_that_were_sampled(cell):
+    """With the weights in float32 and stock rollouts, one forward pass outside autocast is what the sampler has."""
+    trainer = train(cell, watched(cells.SAFE[cell.task]), rollout_compute="stock" if cell.flag else "training",
+                    steps=4, logging_steps=2, gradient_accumulation_steps=2)  # fmt: skip
+    assert len(trainer.errors) == 8
+    assert max(trainer.errors) < EXACT
+    found = [ours(entry) for entry in logged(trainer)]
+    assert len(found) == 2
+    for entry, expected in zip(found, trainer.expected, strict=True):
+        assert set(entry) == ALL | {"precision/is_masked_frac"}
+        assert entry == {name: pytest.approx(value, rel=1e-9, abs=1e-15) for name, value in expected.items()}
+    assert all(entry[MEAN] > (1e-4 if cell.flag else 1e-9) for entry in found)
+
+
+OLD = [
+    (Cell("text", "grpo", "fp32", "bf16", lora=True), {"steps_per_generation": 2, "gradient_accumulation_steps": 1}),
+    (Cell("text", "grpo", "fp32", "bf16", lora=True), {"num_iterations": 2, "beta": 0.1}),
+    (Cell("text", "rloo", "fp32", "bf16", lora=True), {}),
+    (Cell("llava", "rloo", "fp32", "bf16", lora=True, beta=0.1), {"gradient_accumulation_steps": 2}),
+]
+
+
+@pytest.mark.parametrize(("cell", "changes"), OLD, ids=lambda value: str(value)[:40])
+def test_old_log_probabilities_are_compared_where_trl_has_them(cell, changes):
+    trainer = train(cell, watched(cells.SAFE[cell.task]), rollout_compute="stock", steps=4, **changes)
+    compared = 0
+    for entry, expected in zip(map(ours, logged(trainer)), trainer.expected, strict=True):
+        assert entry.keys() == expected.keys()
+        compared += len(entry)
+        # The reference is of a full forward pass here, and the differences are a thousand times its error.
+        assert entry == {name: pytest.approx(value, rel=2e-2, abs=3e-6) for name, value in expected.items()}
+    assert compared >= 2 * len(ALL)
+
+
+def test_the_temperature_is_on_both_sides():
+    trainer = train(Cell("text", "grpo", "fp32", None), watched(SafeGRPOTrainer), temperature=0.6)
+    assert max(trainer.errors) < EXACT
+    assert max(entry[MAX] for entry in logged(trainer)) < EXACT
+
+
+def test_what_is_cut_off_from_the_distribution_is_no_mismatch():
+    changes = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3, "temperature": 1.4}
+    trainer = train(Cell("text", "grpo", "fp32", None), watched(SafeGRPOTrainer), **changes)
+    assert max(trainer.errors) < EXACT
+    assert max(entry[MAX] for entry in logged(trainer)) < EXACT
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_rows_are_not_mixed_up_by_shuffling_and_slicing(task):
+    """Eight micro-batches of one rollout: a single row at another place would differ by whole nats."""
+    changes = {"steps_per_generation": 8, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 2}
+    trainer = train(Cell("text", task, "fp32", None), **changes)
+    for entry in logged(trainer):
+        assert entry["precision/unscored_frac"] == 0
+        assert 0 < entry[MAX] < EXACT
+
+
+@pytest.mark.parametrize("family", ["text", "llava", "aria"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_stock_rollouts_are_seen_to_differ(family, lora):
+    """Four tokens by a model of one layer: aligned, both sides do the same arithmetic."""
+    cell = Cell(family, "grpo", "fp32", "bf16", lora)
+    found = {}
+    for compute in ("training", "stock"):
+        trainer = train(cell, rollout_compute=compute, max_completion_length=4)
+        found[compute] = max(entry[MEAN] for entry in logged(trainer))
+    assert found["training"] < 1e-6
+    if family == "text" and not lora:  # stock generates under autocast here, too
+        assert found["stock"] < 1e-6
+    else:
+        assert 1e-3 < found["stock"] < 1e-2
+
+
+@pytest.mark.parametrize("cell", [Cell("text", "grpo", "fp16", "fp16"), Cell("llava", "rloo", "fp32", "fp16", True)],
+                         ids=str)  # fmt: skip
+def test_real_fp16(cell):
+    trainer = train(cell, fp16_on_cpu(cells.SAFE[cell.task]), max_completion_length=16)
+    assert trainer.accelerator.scaler is not None
+    for entry in logged(trainer):
+        assert set(ours(entry)) >= ALL
+        assert entry[MAX] < 5e-3  # bfloat16 has eight times that
+        assert entry["precision/logp_mismatch_ulp"] < 1
+
+
+def test_evaluation_has_its_own():
+    cell = Cell("text", "grpo", "fp32", None)
+    made = cells.arguments(cell, SafeGRPOConfig, max_completion_length=8, per_device_eval_batch_size=4)
+    trainer = watched(SafeGRPOTrainer)(**made, eval_dataset=made["train_dataset"].select(range(6)))
+    for _ in range(2):
+        found = trainer.evaluate()
+        assert set(ours(found, "eval_")) == ALL | {"precision/is_masked_frac"}
+        assert ours(found, "eval_") == {k: pytest.approx(v, rel=1e-9) for k, v in trainer.expected[-1].items()}
+    trainer.train()
+    assert set(ours(logged(trainer)[0])) == ALL | {"precision/is_masked_frac"}
+
+
+def test_what_was_seen_since_the_last_log_is_in_the_last_one():
+    trainer = train(Cell("text", "grpo", "fp32", None), steps=3, logging_steps=10)
+    assert set(ours(trainer.state.log_history[-1])) == ALL | {"precision/is_masked_frac"}
+
+
+# ---- Nothing else changes ----
+
+UNCHANGED = [
+    (Cell("text", "grpo", "fp32", None), {}),
+    (Cell("text", "grpo", "fp32", "bf16", lora=True, beta=0.1), {"steps_per_generation": 2, "num_iterations": 2}),
+    (Cell("llava", "grpo", "bf16", "bf16", lora=True), {"temperature": 0.7, "top_k": 9}),
+    (Cell("llava", "rloo", "fp32", "bf16"), {}),
+    (Cell("text", "rloo", "fp32", None, beta=0.1), {"gradient_accumulation_steps": 2}),
+]
+
+
+class Tokens(TrainerCallback):
+    def __init__(self):
+        self.sampled = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.sampled.append([batch["completion_ids"].tolist() for batch in self.trainer._buffered_inputs])
+
+
+@pytest.mark.parametrize(("cell", "changes"), UNCHANGED, ids=lambda value: str(value)[:40])
+def test_tokens_losses_and_weights_are_the_same_without(cell, changes):
+    runs = []
+    for on in (True, False):
+        reset_accelerate()
+        watch = Tokens()
+        made = cells.arguments(cell, cells.SAFE_CONFIG[cell.task], steps=4, precision_metrics=on, **changes)
+        torch.manual_seed(0)
+        trainer = watch.trainer = cells.SAFE[cell.task](**made, callbacks=[watch])
+        trainer.train()
+        timing = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+        numbers = [
+            {k: v for k, v in entry.items() if not k.startswith("precision/") and k not in timing}
+            for entry in trainer.state.log_history
+        ]
+        runs.append((watch.sampled, numbers, cells.fingerprint(trainer.model), torch.random.get_rng_state().tolist()))
+        assert any(ours(entry) for entry in trainer.state.log_history) is on
+        compared_in_the_loss = cell.task == "grpo" and "num_iterations" not in changes
+        assert any(SAMPLER_KEY in batch for batch in trainer._buffered_inputs) is (on and compared_in_the_loss)
+    for with_metrics, without in zip(*runs, strict=True):
+        assert with_metrics == without
+
+
+def test_trls_own_key_is_left_alone():
+    trainer = train(Cell("text", "grpo", "fp32", None))
+    assert all("sampling_per_token_logps" not in batch for batch in trainer._buffered_inputs)
+
+
+# ---- Tools ----
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% for call in m.get('tool_calls') or [] %}"
+    "{{ call.function.name }} {{ call.function.arguments | tojson }} {% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def look(count: int) -> str:
+    """Looks.
+
+    Args:
+        count: How often.
+    """
+    return " ".join(["red squares", "two", "blue"][: 1 + count % 3])
+
+
+def test_turns_after_tools_are_measured_and_what_tools_return_is_not():
+    torch.manual_seed(0)
+    model, tokenizer = tiny.build_model("text"), tiny.build_processor("text")
+
+    def parse(ids, *args, **kwargs):
+        """An answer that begins with an odd token is a call."""
+        call = {"type": "function", "function": {"name": "look", "arguments": {"count": ids[0]}}}
+        return {
+            "role": "assistant",
+            "content": tokenizer.decode(ids),
+            **({"tool_calls": [call]} if ids[0] % 2 else {}),
+        }
+
+    tokenizer.chat_template, tokenizer.response_template, tokenizer.parse_response = TEMPLATE, {"is": "set"}, parse
+    settings = cells.settings(Cell("text", "grpo", "fp32", None), 3) | {
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 64,
+        "max_tool_calling_iterations": 2, "generation_kwargs": {"max_new_tokens": 6},
+    }  # fmt: skip
+    trainer = watched(SafeGRPOTrainer)(
+        model,
+        args=SafeGRPOConfig(**settings),
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "what is in the picture"}]] * 8}),
+        tools=[look],
+    )
+    trainer.train()
+    assert any((batch["completion_mask"] > batch["tool_mask"]).any() for batch in trainer._buffered_inputs)
+    assert max(trainer.errors) < EXACT
+    for entry, expected in zip(map(ours, logged(trainer)), trainer.expected, strict=True):
+        assert entry["precision/unscored_frac"] == 0
+        assert entry["precision/mismatch_pos_16_63"] > 0  # turns after the first were there
+        assert entry[MAX] < EXACT
+        assert entry == {name: pytest.approx(value, rel=1e-9, abs=1e-15) for name, value in expected.items()}
+
+
+# ---- What another sampler says ----
+
+
+def sampled_elsewhere(missing):
+    """A rollout of the user's, with log-probabilities of its own as vLLM gives them, `None` for some tokens."""
+
+    def rollout(prompts, trainer):
+        tokenizer = trainer.processing_class
+        texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        completions, logps = [], []
+        for row, prompt in enumerate(ids):
+            whole = torch.tensor([prompt])
+            with torch.no_grad():
+                whole = trainer.model.generate(whole, max_new_tokens=5, do_sample=False, eos_token_id=None)
+                logits = trainer.model(whole).logits[0, len(prompt) - 1 : -1]
+            completions.append(whole[0, len(prompt) :].tolist())
+            given = logits.log_softmax(-1).gather(-1, whole[0, len(prompt) :, None]).squeeze(-1).tolist()
+            logps.append([missing if (row + place) % 4 == 0 else value for place, value in enumerate(given)])
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logps}
+
+    return rollout
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, -math.inf])
+def test_log_probabilities_of_another_sampler_are_taken_and_missing_ones_counted(missing):
+    made = cells.arguments(Cell("text", "grpo", "fp32", None), SafeGRPOConfig, max_completion_length=5)
+    trainer = SafeGRPOTrainer(**made, rollout_func=sampled_elsewhere(missing))
+    trainer.train()
+    for entry in logged(trainer):
+        assert entry["precision/unscored_frac"] == 0.25
+        assert entry[MAX] < EXACT
+        assert all(math.isfinite(value) for value in ours(entry).values())
+        assert math.isfinite(entry["loss"])
+
+
+def test_a_sampler_without_any_is_counted_whole():
+    made = cells.arguments(Cell("text", "grpo", "fp32", None), SafeGRPOConfig, max_completion_length=5)
+
+    def rollout(prompts, trainer):
+        given = sampled_elsewhere(math.nan)(prompts, trainer)
+        return {**given, "logprobs": [[math.nan] * len(row) for row in given["completion_ids"]]}
+
+    trainer = SafeGRPOTrainer(**made, rollout_func=rollout)
+    trainer.train()
+    assert [ours(entry) for entry in logged(trainer)] == [{"precision/unscored_frac": 1.0}] * 2
+
+
+# ---- Where there is nothing to compare ----
+
+
+def absent(caplog, cell, why, trainer_class=None, **changes):
+    with caplog.at_level(logging.WARNING, "safe_trainers.metrics"):
+        trainer = train(cell, trainer_class, steps=3, **changes)
+    assert [ours(entry) for entry in logged(trainer)] == [{}] * 3
+    said = [record.getMessage() for record in caplog.records if record.name == "safe_trainers.metrics"]
+    assert said == [f"precision/logp_mismatch_* are absent: {why}"]
+    return trainer
+
+
+def test_beams_are_no_samples_of_one_distribution(caplog):
+    absent(
+        caplog,
+        Cell("text", "grpo", "fp32", None),
+        "generation neither samples nor decodes greedily",
+        generation_kwargs={"num_beams": 2, "do_sample": False},
+    )
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_continuous_batching_gives_none(task, caplog):
+    absent(
+        caplog,
+        Cell("text", task, "fp32", None),
+        "use_transformers_continuous_batching=True samples without giving log-probabilities",
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config={"num_blocks": 32, "max_batch_tokens": 64},
+    )
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_dropout_is_not_measured_as_mismatch(task, caplog):
+    cell = Cell("text", task, "fp32", None)
+    made = cells.arguments(cell, cells.SAFE_CONFIG[task], steps=2, per_device_eval_batch_size=4)
+    adapter = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = cells.SAFE[task](**made, peft_config=adapter, eval_dataset=made["train_dataset"].select(range(4)))
+    with caplog.at_level(logging.WARNING, "safe_trainers.metrics"):
+        trainer.train()
+    assert [ours(entry) for entry in logged(trainer)] == [{}] * 2
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "safe_trainers.metrics"]
+    assert "dropout is active in rollout and loss" in said
+    assert trainer.evaluate()[f"eval_{MAX}"] < EXACT
+
+
+# ---- Rewards that are no numbers ----
+
+
+def rewards(value, rows):
+    """The value for some rows of each rollout, and numbers for the others."""
+    return lambda completions, **_: [value if row in rows else float(row) for row in range(len(completions))]
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_a_reward_that_is_no_number_is_counted_and_reaches_no_loss(task, value):
+    made = cells.arguments(Cell("text", task, "fp32", None), cells.SAFE_CONFIG[task], steps=3)
+    trainer = cells.SAFE[task](**{**made, "reward_funcs": rewards(value, {0})})
+    trainer.train()
+    for entry in logged(trainer):
+        assert entry["precision/unrewarded_frac"] == 0.25
+        assert math.isfinite(entry["loss"])
+        assert math.isfinite(entry["grad_norm"])
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_where_another_function_gives_a_number_nothing_is_counted(task):
+    made = cells.arguments(Cell("text", task, "fp32", None), cells.SAFE_CONFIG[task])
+    trainer = cells.SAFE[task](**{**made, "reward_funcs": [rewards(None, {0, 1}), rewards(None, {2})]})
+    trainer.train()
+    assert [entry["precision/unrewarded_frac"] for entry in logged(trainer)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_an_infinite_reward_is_refused_where_stock_trains_on(task, value):
+    cell, broken = Cell("text", task, "fp32", None), rewards(value, {0})
+    broken.__name__ = "length_ratio"
+    stock = cells.STOCK[task](**{**cells.arguments(cell, cells.PLAIN[task]), "reward_funcs": broken})
+    with contextlib.suppress(RuntimeError):  # RLOO's weights are gone after a step, which its next rollout meets
+        stock.train()
+    assert any(not math.isfinite(entry["reward"]) for entry in logged(stock))
+    reset_accelerate()
+    safe = cells.SAFE[task](**{**cells.arguments(cell, cells.SAFE_CONFIG[task]), "reward_funcs": broken})
+    with pytest.raises(PrecisionError, match="infinite-rewards") as refused:
+        safe.train()
+    assert "1 of 4 rewards of length_ratio are infinite" in str(refused.value)
+    assert "let length_ratio return a finite number" in str(refused.value)
