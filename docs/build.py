@@ -1,5 +1,6 @@
 """Writes the pages of this folder that are made from the code: `make docs`."""
 
+import ast
 import json
 import string
 from pathlib import Path
@@ -63,6 +64,21 @@ def cost_page() -> str:
     )
 
 
+def metrics_page() -> str:
+    """The page of what is logged about precision, as it is written to `metrics.md`: the modules' own words."""
+    sections = {"The optimizer": "skips", "Rollouts": "metrics", "Sampler against trainer": "mismatch"}
+    lines = [
+        "# Metrics",
+        "",
+        "Made from the modules that log them by `make docs`. `precision_metrics=False` turns them off.",
+        "",
+    ]
+    for title, module in sections.items():
+        source = (ROOT / "safe_trainers" / f"{module}.py").read_text(encoding="utf-8")
+        lines += [f"## {title}", "", ast.get_docstring(ast.parse(source)) or "", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def _range(values: list[float]) -> str:
     return " to ".join(f"{value:.3f}" for value in values)
 
@@ -79,3 +95,4 @@ def _readable(template: str) -> str:
 if __name__ == "__main__":
     Path(__file__).with_name("refusals.md").write_text(refusals_page(), encoding="utf-8")
     Path(__file__).with_name("cost.md").write_text(cost_page(), encoding="utf-8")
+    Path(__file__).with_name("metrics.md").write_text(metrics_page(), encoding="utf-8")

@@ -18,12 +18,12 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("name", ["refusals", "cost"])
+@pytest.mark.parametrize("name", ["refusals", "cost", "metrics"])
 def test_pages_that_are_made_are_up_to_date(name):
     spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
-    made = {"refusals": build.refusals_page, "cost": build.cost_page}[name]()
+    made = {"refusals": build.refusals_page, "cost": build.cost_page, "metrics": build.metrics_page}[name]()
     assert (ROOT / "docs" / f"{name}.md").read_text() == made, "run: make docs"
 
 
