@@ -15,6 +15,7 @@ from .errors import PrecisionError, refuse
 from .policy import Flags, resolve_compute
 from .scaler import problems as scaler_problems
 from .skips import problems as step_problems
+from .sync import SYNC_LOST_LIMIT
 
 
 @dataclass
@@ -42,6 +43,9 @@ class PrecisionArguments:
             what is not finite then does not come from the scale.
         overflow_probe_steps: Look for activations that overflow float16 on the first batch of every so many optimizer
             steps; unset, on the first rollout and the first batch of a run alone.
+        sync_lost_limit: Above which share a weight sync to vLLM is said to lose the adapter, from 0 to 1: the elements
+            that the adapters change, and that are the base's again in the dtype of the sampler. At one half, most of
+            the change does not arrive.
         precision_metrics: Whether `precision/...` is logged beside TRL's metrics.
         save_dtype: `"float32"`, `"bfloat16"` or `"float16"`: what `save_model` writes; unset, what is held.
             Checkpoints always hold the trained bits.
@@ -83,6 +87,10 @@ class PrecisionArguments:
         default=None,
         metadata={"help": "Steps between looks for activations that overflow float16. Unset: the first batch alone."},
     )
+    sync_lost_limit: float = field(
+        default=SYNC_LOST_LIMIT,
+        metadata={"help": "Share of the adapters' change that a weight sync may lose without a warning."},
+    )
     precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
     save_dtype: str | None = field(
         default=None,
@@ -102,6 +110,9 @@ class PrecisionArguments:
             name = patterns if patterns and isinstance(patterns, str) else "vision_tower"
             given = f"fp32_modules={patterns!r}"
             found.append(refuse("not-a-list-of-patterns", given, fix=f"fp32_modules=[{name!r}]"))
+        if not 0 <= self.sync_lost_limit <= 1:
+            given = f"sync_lost_limit={self.sync_lost_limit!r}"
+            found.append(refuse("share-out-of-range", given, field="sync_lost_limit", usual=SYNC_LOST_LIMIT))
         if found:
             raise PrecisionError(found)
         if self.save_dtype is not None:

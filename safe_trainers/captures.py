@@ -19,6 +19,8 @@ MAKER = "get_peft_model"
 """The name in each TRL trainer's module by which it makes adapters."""
 FUSER = "add_fused_lm_head"
 """The name by which TRL makes a head that multiplies and takes log-probabilities in one."""
+ENGINE, VLLM_MODULE = "LLM", "trl.generation.vllm_generation"
+"""The name by which TRL builds a vLLM engine, and the module where its trainers do."""
 ZERO3_NEEDS_ONE_DTYPE = Version("0.19.2")
 """The last DeepSpeed whose ZeRO-3 gathers parameters of one dtype only
 (https://github.com/deepspeedai/DeepSpeed/issues/8072)."""
@@ -142,6 +144,35 @@ def construction(
         if given:
             vars(model).pop("add_adapter", None)
         guard.release()
+
+
+@contextlib.contextmanager
+def engines(trainer_class: type, told: Callable[[str, dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Completes what each vLLM engine is built with while the block runs.
+
+    Args:
+        trainer_class: The class of the trainer; the modules of its bases, and TRL's module for vLLM, are where engines
+            are built.
+        told: Given the name of the module and the keywords of an engine, returns those that it gets.
+
+    Yields:
+        Nothing.
+    """
+    modules = {module.__name__: module for module in _modules(trainer_class)}
+    if VLLM_MODULE in sys.modules:
+        modules[VLLM_MODULE] = sys.modules[VLLM_MODULE]
+    originals = {name: vars(module)[ENGINE] for name, module in modules.items() if ENGINE in vars(module)}
+
+    def building(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: original(*args, **told(name, kwargs))
+
+    try:
+        for name, original in originals.items():
+            setattr(modules[name], ENGINE, building(name, original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(modules[name], ENGINE, original)
 
 
 def _modules(trainer_class: type) -> list[ModuleType]:

@@ -127,8 +127,6 @@ def generates_elsewhere(trainer: Any, args: Any) -> str | None:
         trainer: The trainer, which may still be being built.
         args: Its training arguments.
     """
-    if getattr(args, "use_vllm", False):
-        return "vLLM generates, in a dtype of its own"
     if getattr(trainer, "rollout_func", None) is not None:
         return "a rollout_func of the user's generates"
     return "as asked by rollout_compute='stock'" if getattr(args, "rollout_compute", None) == "stock" else None
@@ -140,6 +138,9 @@ def generates_how(args: Any) -> str | None:
     Args:
         args: The training arguments.
     """
+    if getattr(args, "use_vllm", False):
+        told = "was asked its dtype" if getattr(args, "vllm_mode", None) == "server" else "is told its dtype"
+        return f"vLLM {told}, and gets merged weights without the base being touched"
     if batches_continuously(args):
         return "continuous batching computes in a half copy of the weights, which TRL's cast leaves beside them"
     return None

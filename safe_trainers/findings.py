@@ -100,7 +100,8 @@ REFUSALS = _index(
     Finding(
         "rollout-not-finite",
         "the logits that tokens are sampled from are not finite: something in the model overflows float16.",
-        "`overflow_probe_steps=1`, which names the module, or `bf16=True` on a device that computes it",
+        "`bf16=True` on a device that computes it, or in `fp32_modules=[...]` the modules that "
+        "`print(trainer.overflow_report)` shows near 65,504",
     ),
     Finding(
         "optimizer-steps-skipped",

@@ -41,6 +41,7 @@ class Weight:
         held: Dtype in which the base holds it; of a packed one, the dtype of the weights around it.
         place: Equal for two names of one tensor, as tied weights are.
         fixed: Whether it is handed out as it is held: buffers, and what the model's class keeps in float32.
+        buffer: Whether it is a buffer, and no parameter.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Weight:
     held: torch.dtype
     place: tuple[Any, ...]
     fixed: bool = False
+    buffer: bool = False
 
     def rounded(self, exact: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """The tensor in the dtype that it is handed out in.
@@ -219,7 +221,7 @@ def _own(module: nn.Module, prefix: str, around: torch.dtype) -> Iterator[Weight
             yield Weight(prefix + name, parameter.detach, None, parameter.dtype, place, fixed)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield Weight(prefix + name, buffer.detach, None, buffer.dtype, place_of(buffer), fixed=True)
+            yield Weight(prefix + name, buffer.detach, None, buffer.dtype, place_of(buffer), fixed=True, buffer=True)
 
 
 def _chosen(wrapper: AuxiliaryTrainingWrapper) -> nn.Module:
@@ -266,7 +268,8 @@ def _twin(module: nn.Module, made: dict[int, Any], written: bool = True) -> Any:
     """
     if id(module) in made:
         return made[id(module)]
-    if not written and not module._modules and all(p.dtype == torch.float32 for p in module.parameters()):
+    own = (*module._parameters.values(), *module._buffers.values())
+    if not written and not module._modules and all(tensor is None or tensor.dtype == torch.float32 for tensor in own):
         return module
     twin: nn.Module = object.__new__(nn.Linear if is_packed(module) else _plain(type(module)))
     made[id(module)] = twin

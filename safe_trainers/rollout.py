@@ -1,14 +1,31 @@
 """The sampler computes as the trainer does, whatever generates, and generation leaves the trainer's weights alone."""
 
 import contextlib
+import logging
+import os
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from .contract import COVERED, ROLLOUT_METHOD, SafetyContract, batches_continuously
-from .towers import anatomy
+from . import engine
+from .captures import VLLM_MODULE, engines
+from .census import Census
+from .contract import ABSENT, COVERED, ROLLOUT_METHOD, SafetyContract, batches_continuously
+from .device import Device
+from .dtypes import to_torch
+from .errors import PrecisionError, PrecisionWarning, Problem, warn
+from .merged import unmergeable
+from .policy import PrecisionPolicy
+from .preparation import Preparation
+from .sync import METRIC, PATIENCE, SYNC_LOST_LIMIT, AdapterSync, ties_weights
+from .towers import anatomy, is_quantized, unwrap
+
+
+logger = logging.getLogger(__name__)
 
 
 SCORE_METHOD = "_get_per_token_logps_and_entropies"
@@ -16,20 +33,172 @@ SCORE_METHOD = "_get_per_token_logps_and_entropies"
 
 
 class AlignedRollouts:
-    """Above TRL: what a rollout computes in; a base of `PrecisionMixin`.
+    """Above TRL: what a rollout computes in, and on which weights; a base of `PrecisionMixin`.
 
-    Overrides `_generate_single_turn`, and the scoring of completions until it was seen what that computes in.
+    Overrides construction, to tell an engine its dtype and to wrap this trainer's own weight sync; what is settled on
+    the live model, before anything is built on it; `_generate_single_turn`; and the scoring of completions, until it
+    was seen what that computes in.
     """
 
     # What the trainers bring, for the type checker.
     args: Any
     accelerator: Any
     model: Any
+    ref_model: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
     safety_contract: SafetyContract
+    precision_policy: PrecisionPolicy
+    precision_census: Census
+    precision_preparation: Preparation
+    precision_device: Callable[[Any], Device]
     compute_context: Callable[[], contextlib.AbstractContextManager[Any]]
 
     _scored_in: torch.dtype | None = None
     """Autocast dtype of the first scoring or loss, float32 where there was none; `None` before it."""
+    _sync: AdapterSync | None = None
+    _rollout_warnings: tuple[Problem, ...] = ()
+    _losing: int = 0
+    """How many syncs in a row have lost more than `sync_lost_limit`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with engines(type(self), self._told):
+            super().__init__(*args, **kwargs)
+        generation = getattr(self, "vllm_generation", None)
+        if generation is not None:
+            self._check_server(generation)
+            self._wrap_sync(generation)
+        reference = getattr(self, "ref_model", None)
+        if isinstance(reference, nn.Module):
+            self._align(reference)
+
+    @property
+    def sampler_dtype(self) -> str:
+        """The dtype that the sampler computes in where it has one of its own, such as `"float16"`."""
+        return engine.sampler_dtype(self.precision_policy, self.precision_census)
+
+    def _is_aligned(self, args: Any) -> bool:
+        return getattr(args, "rollout_compute", "training") != "stock"
+
+    def _settle(self, model: nn.Module, training_args: Any) -> None:
+        """Settles the precision of the live model, and refuses what its sampler could not take."""
+        super()._settle(model, training_args)  # type: ignore[misc]
+        self._rollout_warnings = tuple(self._warnings(model, training_args))
+        if not getattr(training_args, "use_vllm", False):
+            return
+        colocated = getattr(training_args, "vllm_mode", None) == "colocate"
+        problems = (
+            list(engine.refused(model, self.sampler_dtype, colocated)) if self._is_aligned(training_args) else []
+        )
+        problem = unmergeable(model) if hasattr(model, "peft_config") and not _shards(training_args) else None
+        if problem is not None:
+            fix = "`use_vllm=False`: the model's own `generate` runs with the adapter as it is"
+            problems.append(replace(problem, fix=fix))
+        if problems:
+            raise PrecisionError(problems)
+
+    def _say_what_was_done(self, training_args: Any) -> None:
+        super()._say_what_was_done(training_args)  # type: ignore[misc]
+        if training_args.process_index == 0:
+            for warning in self._rollout_warnings:
+                warnings.warn(str(warning), PrecisionWarning, stacklevel=7)
+
+    def _warnings(self, model: nn.Module, args: Any) -> Iterator[Problem]:
+        if self.safety_contract["rollout"].state == ABSENT:
+            return
+        uses_vllm = getattr(args, "use_vllm", False)
+        dropout = 0.0 if getattr(args, "disable_dropout", False) else adapter_dropout(model)
+        if dropout:
+            where = ", and vLLM samples without any" if uses_vllm else ""
+            yield warn("adapter-dropout-in-rollouts", f"lora_dropout={dropout:g}", where=where)
+        modules = self.precision_preparation.fp32_modules
+        if modules and (uses_vllm or batches_continuously(args)):
+            given = f"fp32_modules, such as {modules[0]}, and a sampler of its own"
+            yield warn("sampler-without-fp32-modules", given, dtype=self.sampler_dtype)
+        version = engine.installed_version()
+        if uses_vllm and engine.cascade_is_wrong(type(self).precision_device(args), version):
+            yield warn("cascade-attention-off", f"vLLM {version}", mended=engine.CASCADE_ATTENTION_MENDED)
+
+    def _told(self, module: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What an engine is built with that TRL builds in a module."""
+        if not self._is_aligned(self.args):
+            return arguments
+        device, version = type(self).precision_device(self.args), engine.installed_version()
+        told = engine.told(arguments, self.sampler_dtype, device, version)
+        if module != VLLM_MODULE and "quantization" in arguments:
+            told["quantization"] = arguments["quantization"]  # it is not by our sync that weights reach this one
+        logger.info("vLLM engine: %s", {k: v for k, v in told.items() if k not in arguments or arguments[k] != v})
+        return told
+
+    def _check_server(self, generation: Any) -> None:
+        client = getattr(generation, "vllm_client", None)
+        if client is not None and self._is_aligned(self.args):
+            warning = engine.check_server(client, self.sampler_dtype)
+            if warning is not None:
+                warnings.warn(str(warning), PrecisionWarning, stacklevel=5)
+
+    def _wrap_sync(self, generation: Any) -> None:
+        """Lets TRL's weight sync send merged weights without merging; this trainer's alone."""
+        if not hasattr(generation.model, "peft_config") or self.is_fsdp_enabled:
+            return  # FSDP gathers the layers that TRL merges, in a way of its own
+        measure = getattr(self.args, "precision_metrics", True)
+        self._sync = sync = AdapterSync(generation.model, to_torch(self.sampler_dtype), measure)
+        original = generation.sync_weights
+
+        def sync_weights(*args: Any, **kwargs: Any) -> Any:
+            with sync.merged():
+                result = original(*args, **kwargs)
+            self._note_sync(sync)
+            return result
+
+        generation.sync_weights = sync_weights
+
+    def _note_sync(self, sync: AdapterSync) -> None:
+        """Logs what a sync lost, and warns once of what it keeps losing."""
+        if sync.lost is not None:
+            metrics = getattr(self, "_metrics", None)
+            if metrics is not None:
+                metrics["train" if self.model.training else "eval"][METRIC].append(sync.lost)
+            limit = getattr(self.args, "sync_lost_limit", SYNC_LOST_LIMIT)
+            before, self._losing = self._losing, self._losing + 1 if sync.lost > limit else 0
+            if before < PATIENCE == self._losing:
+                self._warn_once(self._losing_sync(sync.lost, limit))
+        if sync.tied and ties_weights(self.model):
+            names, sync.tied = " and ".join(sync.tied), ()
+            self._warn_once(warn("sampler-ties-weights", "tied weights under adapters", names=names))
+
+    def _losing_sync(self, lost: float, limit: float) -> Problem:
+        fixes = {
+            "bfloat16": "`precision='fp16'`, whose steps are an eighth as wide, or a larger learning rate",
+            "float16": "a larger learning rate, or `precision='fp32'`",
+        }
+        return warn(
+            "sync-loses-the-adapter",
+            f"{METRIC}={lost:.2f}, above sync_lost_limit={limit:g}",
+            share=f"{lost:.0%}",
+            dtype=self.sampler_dtype,
+            syncs=PATIENCE,
+            fix=fixes.get(self.sampler_dtype, "a larger learning rate"),
+        )
+
+    def _warn_once(self, warning: Problem) -> None:
+        said: set[str] = vars(self).setdefault("_said", set())
+        if warning.id not in said and self.args.process_index == 0:
+            warnings.warn(str(warning), PrecisionWarning, stacklevel=2)
+        said.add(warning.id)
+
+    def _align(self, reference: nn.Module) -> None:
+        """Holds a reference model that TRL loaded by itself in the dtypes of the policy, weight by weight."""
+        changes = differing_dtypes(reference, self.model)
+        if not changes:
+            return
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            held, wanted = next((str(p.dtype)[6:], str(dtype)[6:]) for p, dtype in changes)
+            self._warn_once(warn("reference-in-another-dtype", "the reference model", held=held, wanted=wanted))
+            return
+        for parameter, dtype in changes:
+            parameter.data = parameter.data.to(dtype)
+        logger.info("reference model: %d weights are held as the policy holds them", len(changes))
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one turn of generation in what training computes in, and hands the weights back as they were.
@@ -71,6 +240,43 @@ class AlignedRollouts:
             return score(*args, **kwargs)
         finally:
             handle.remove()
+
+
+def adapter_dropout(model: nn.Module) -> float:
+    """The largest dropout in the adapters of a model; 0.0 where there is none.
+
+    Args:
+        model: Any model.
+    """
+    inside = (getattr(module, "lora_dropout", None) for module in model.modules())
+    layers = (layer for drops in inside if isinstance(drops, nn.Module) for layer in drops.modules())
+    return max((float(layer.p) for layer in layers if isinstance(layer, nn.Dropout)), default=0.0)
+
+
+def differing_dtypes(model: nn.Module, like: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """The weights of a model that another one of its class holds in another dtype.
+
+    Args:
+        model: The model.
+        like: The other one, either of them wrapped or not.
+
+    Returns:
+        Each such weight, with the dtype that it has in the other model; none that is packed in either.
+    """
+    wanted = dict(unwrap(like).named_parameters()) if type(unwrap(model)) is type(unwrap(like)) else {}
+    pairs = ((p, wanted[name]) for name, p in unwrap(model).named_parameters() if name in wanted)
+    return [
+        (held, other.dtype)
+        for held, other in pairs
+        if held.dtype != other.dtype and not is_quantized(held) and not is_quantized(other)
+    ]
+
+
+def _shards(args: Any) -> bool:
+    """Whether weights will not all be in this process: FSDP, or DeepSpeed's ZeRO-3."""
+    # transformers sets it when it reads `fsdp`, and accelerate's launcher from its own config.
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in {"1", "true"}
+    return fsdp or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0) == 3
 
 
 @contextlib.contextmanager

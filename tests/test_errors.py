@@ -67,6 +67,10 @@ def test_the_list_of_refusals_is_the_committed_one():
         "output-is-working-folder",
         "nothing-to-compare",
         "merge-not-kept",
+        "share-out-of-range",
+        "vllm-refuses-fp16",
+        "vllm-server-computes-otherwise",
+        "vllm-holds-packed-weights",
     }
 
 

@@ -1,18 +1,30 @@
 """What rollouts compute in, and that generation leaves the trainer's weights alone."""
 
+import shutil
+import sys
+import warnings
+
 import cells
 import pytest
 import torch
 import trl
+import vllm_stand_in
 from cells import Cell
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from policing import reset_accelerate
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from safe_trainers import PrecisionBase, PrecisionMixin
+from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning, SafeGRPOConfig, engine
+from safe_trainers.device import Device
 from safe_trainers.rollout import casts_undone
+from safe_trainers.testing import fp16_on_cpu
 
 
 SMALL = {"num_blocks": 32, "max_batch_tokens": 64}
+NEEDS_SETTINGS = pytest.mark.skipif(
+    not hasattr(trl.GRPOConfig, "use_transformers_continuous_batching"),
+    reason="this TRL cannot say how many blocks continuous batching takes, which fill a CPU's memory",
+)
 CONTINUOUS = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": SMALL}
 
 
@@ -52,6 +64,7 @@ def half_copy(trainer, cell):
     return copy.to(cells.SHORT[cell.flag])
 
 
+@NEEDS_SETTINGS
 @pytest.mark.parametrize("cell", [
     Cell("text", "grpo", "fp32", "bf16"),
     Cell("text", "grpo", "fp32", "bf16", lora=True),
@@ -94,6 +107,7 @@ def test_continuous_batching_leaves_masters_and_optimizer_alone(cell):
     assert "half copy" in coverage.detail
 
 
+@NEEDS_SETTINGS
 def test_stock_trains_on_in_half():
     stock = build(Cell("text", "grpo", "fp32", "bf16"), safe=False, **CONTINUOUS)
     stock.train()
@@ -184,3 +198,246 @@ def test_nothing_is_hooked_into_a_compiled_model():
     trainer.args.torch_compile = True
     trainer.train()
     assert trainer._scored_in is None
+
+
+# --- vLLM: what an engine is told, and what a server is asked --------------------------------------------------------
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    return vllm_stand_in.install(monkeypatch)
+
+
+@pytest.fixture
+def server(vllm, monkeypatch):
+    """A stand-in for a server, whose settings a test may change."""
+    for name, value in {
+        "model": str(cells.folder("text")),
+        "dtype": "auto",
+        "quantization": None,
+        "answer": {},
+    }.items():
+        monkeypatch.setattr(vllm_stand_in.StandInClient, name, value)
+    return vllm_stand_in.StandInClient
+
+
+def with_vllm(monkeypatch, cell, safe=True, trainer_class=None, **changes):
+    vllm_stand_in.forget_process(monkeypatch)
+    reset_accelerate()
+    trainer_class = trainer_class or (cells.SAFE if safe else cells.STOCK)[cell.task]
+    changes = {"use_vllm": True, "vllm_mode": "colocate", **changes}
+    return build(cell, trainer_class=fp16_on_cpu(trainer_class), **changes)
+
+
+@pytest.mark.parametrize(("cell", "dtype"), [
+    (Cell("text", "grpo", "fp32", "fp16"), torch.float16),
+    (Cell("text", "grpo", "fp32", "bf16"), torch.bfloat16),
+    (Cell("text", "grpo", "fp32", None), torch.float32),
+    (Cell("text", "grpo", "fp16", None, lora=True), torch.float16),
+    (Cell("text", "rloo", "fp32", "fp16", lora=True), torch.float16),
+], ids=str)  # fmt: skip
+def test_an_engine_computes_in_what_the_trainer_does(cell, dtype, vllm, monkeypatch):
+    trainer = with_vllm(monkeypatch, cell)
+    (own,) = vllm.ENGINES
+    assert own.dtype == dtype
+    assert own.arguments["dtype"] == trainer.sampler_dtype
+    trainer.train()
+    assert (trainer.safety_contract["rollout"].state, trainer.safety_contract.fired["rollout"]) == ("covered", 2)
+
+
+def test_the_capture_of_engines_is_undone(vllm, monkeypatch):
+    def captured():
+        return sys.modules["trl.generation.vllm_generation"].LLM
+
+    with_vllm(monkeypatch, Cell("text", "grpo", "fp32", "bf16"))
+    assert captured() is vllm.LLM
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(vllm.LLM, "__init__", fail)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        with_vllm(monkeypatch, Cell("text", "grpo", "fp32", "bf16"))
+    assert captured() is vllm.LLM
+
+
+def test_in_stock_fp16_is_the_trainers_alone(vllm, monkeypatch):
+    """TRL passes no dtype, and an engine takes the checkpoint's: the mismatch is that of bfloat16."""
+    mismatch = {}
+    for safe in (False, True):
+        torch.manual_seed(0)
+        trainer = with_vllm(monkeypatch, Cell("text", "grpo", "fp32", "fp16"), safe, max_completion_length=16)
+        trainer.train()
+        logged = [e.get("sampling/sampling_logp_difference/mean") for e in trainer.state.log_history]
+        mismatch[safe] = sum(v for v in logged if v is not None) / len([v for v in logged if v is not None])
+    assert [own.dtype for own in vllm.ENGINES] == [torch.bfloat16, torch.float16]
+    assert mismatch[False] > 5 * mismatch[True]
+
+
+def test_what_is_asked_for_is_upstreams(vllm, monkeypatch):
+    vllm_stand_in.forget_process(monkeypatch)
+    made = cells.arguments(
+        Cell("text", "grpo", "fp32", None),
+        SafeGRPOConfig,
+        use_vllm=True,
+        vllm_mode="colocate",
+        rollout_compute="stock",
+    )
+    trainer = cells.SAFE["grpo"](**made)
+    assert "dtype" not in vllm.ENGINES[0].arguments or vllm.ENGINES[0].arguments["dtype"] == "auto"
+    assert trainer.safety_contract["rollout"].state == "not covered"
+
+
+@pytest.mark.parametrize("kind", sorted(engine.FLOAT16_REFUSED))
+def test_models_that_vllm_refuses_in_float16_are_refused_before_an_engine_is_built(kind, vllm, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.float16)
+    model.config.model_type = kind
+    with pytest.raises(PrecisionError, match="vllm-refuses-fp16") as caught:
+        with_given(monkeypatch, model, fp16=True)
+    assert f"a {kind} model" in str(caught.value)
+    assert "`precision='bf16'`" in str(caught.value)
+    assert vllm.ENGINES == []
+    trainer = with_given(monkeypatch, model.to(torch.bfloat16), bf16=True)
+    assert vllm.ENGINES[0].dtype == torch.bfloat16
+    assert trainer.sampler_dtype == "bfloat16"
+
+
+def with_given(monkeypatch, model, safe=True, peft_config=None, **changes):
+    vllm_stand_in.forget_process(monkeypatch)
+    reset_accelerate()
+    settings = {"model_init_kwargs": None, "use_vllm": True, "vllm_mode": "colocate", **changes}
+    made = cells.arguments(Cell("text", "grpo", "fp32", None), cells.PLAIN["grpo"], **settings)
+    trainer_class = fp16_on_cpu((cells.SAFE if safe else cells.STOCK)["grpo"])
+    return trainer_class(**{**made, "model": model, "peft_config": peft_config})
+
+
+def test_a_server_in_another_dtype_is_refused_with_the_line_to_start_it_with(server, monkeypatch):
+    cell = Cell("text", "grpo", "fp32", "fp16")
+    with pytest.raises(PrecisionError, match="vllm-server-computes-otherwise") as caught:
+        with_vllm(monkeypatch, cell, vllm_mode="server")
+    assert "a vLLM server that computes in bfloat16" in str(caught.value)
+    assert "start the server with `--dtype float16`" in str(caught.value)
+    server.dtype = "float16"  # the advice
+    trainer = with_vllm(monkeypatch, cell, vllm_mode="server")
+    trainer.train()
+    assert "was asked its dtype" in str(trainer.safety_contract)
+
+
+def test_a_server_with_packed_weights_is_refused(server, monkeypatch):
+    server.quantization = "bitsandbytes"
+    with pytest.raises(PrecisionError, match="vllm-holds-packed-weights") as caught:
+        with_vllm(monkeypatch, Cell("text", "grpo", "fp32", "bf16", lora=True), vllm_mode="server")
+    assert "without `--quantization`" in str(caught.value)
+
+
+def test_a_server_that_cannot_be_asked_is_said(server, monkeypatch):
+    """As in TRL before 1.10, whose client has no way."""
+    server.answer = {"dtype": None}
+    with pytest.warns(PrecisionWarning, match="start it with `--dtype float16`"):
+        with_vllm(monkeypatch, Cell("text", "grpo", "fp32", "fp16"), vllm_mode="server")
+
+
+def test_weights_sent_to_a_server_are_announced_as_they_are(server, monkeypatch):
+    server.dtype = "float16"
+    trainer = with_vllm(monkeypatch, Cell("text", "grpo", "fp32", "fp16", lora=True), vllm_mode="server")
+    for _ in range(2):
+        trainer.vllm_generation.sync_weights()
+    assert {dtype for _, dtype in trainer.vllm_generation.vllm_client.received} == {"torch.float16"}
+
+
+def test_a_checkpoint_that_is_packed_already_is_refused(vllm, monkeypatch, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    shutil.copytree(cells.folder("text"), tmp_path, dirs_exist_ok=True)  # its tokenizer
+    AutoModelForCausalLM.from_pretrained(cells.folder("text"), quantization_config=config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(PrecisionError, match="vllm-holds-packed-weights") as caught:
+        with_given(monkeypatch, model, peft_config=LoraConfig(target_modules=["q_proj"]))
+    assert "the unquantised checkpoint" in str(caught.value)
+    assert vllm.ENGINES == []
+
+
+A100, H100 = (Device("cuda", capability=c) for c in ((8, 0), (9, 0)))
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "wrong"),
+    [(A100, "0.10.2", True), (A100, "0.11.0", False), (A100, "0.22.0+cu129", False), (H100, "0.10.2", False),
+     (A100, None, False), (Device("cpu"), "0.10.2", False)],
+)  # fmt: skip
+def test_cascade_attention_is_off_where_it_computes_wrongly(device, version, wrong):
+    told = engine.told({"model": "m"}, "float16", device, version)
+    assert told == {"model": "m", "dtype": "float16"} | ({"disable_cascade_attn": True} if wrong else {})
+    # What TRL, or a user of its argument, passes is kept.
+    assert engine.told({"dtype": "float32"}, "float16", device, version)["dtype"] == "float32"
+
+
+def test_cascade_attention_is_said_once(vllm, monkeypatch):
+    monkeypatch.setattr(engine, "installed_version", lambda: "0.10.2")
+    old = type("OnAnA100", (cells.SAFE["grpo"],), {"precision_device": classmethod(lambda cls, args: A100)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with_vllm(monkeypatch, Cell("text", "grpo", "fp32", None), trainer_class=old).train()
+    assert len([w for w in caught if "cascade-attention-off" in str(w.message)]) == 1
+    assert vllm.ENGINES[0].arguments["disable_cascade_attn"] is True
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def said(cell, **changes):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = cells.arguments(cell, cells.PLAIN[cell.task], **changes)
+        made["peft_config"].lora_dropout = 0.1
+        cells.SAFE[cell.task](**made).train()
+    return [str(w.message) for w in caught if "adapter-dropout-in-rollouts" in str(w.message)]
+
+
+def test_adapter_dropout_is_said_once_where_completions_are_scored():
+    cell = Cell("text", "grpo", "fp32", None, lora=True)
+    (text,) = said(cell)
+    assert text.startswith("lora_dropout=0.1")
+    assert "`disable_dropout=True`" in text
+    assert said(cell, disable_dropout=True) == []
+    assert said(Cell("text", "sft", "fp32", None, lora=True)) == []
+
+
+def test_fp32_modules_that_the_sampler_does_not_know_are_said(vllm, monkeypatch):
+    made = cells.arguments(
+        Cell("text", "grpo", "fp32", "bf16"), SafeGRPOConfig, use_vllm=True, vllm_mode="colocate",
+        fp32_modules=["layers.0.mlp"],
+    )  # fmt: skip
+    with pytest.warns(PrecisionWarning, match="computes in bfloat16 throughout"):
+        cells.SAFE["grpo"](**made)
+
+
+# --- the reference model ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_a_reference_model_is_held_as_the_policy_is_weight_by_weight(task, tmp_path):
+    """TRL loads it by itself: as `model_init_kwargs` say, which the policy that is passed was not."""
+    shutil.copytree(cells.folder("text"), tmp_path, dirs_exist_ok=True)
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    held, kl = {}, {}
+    for safe in (False, True):
+        reset_accelerate()
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        made = cells.arguments(Cell("text", task, "fp32", "bf16", beta=0.1), cells.PLAIN[task], steps=1)
+        trainer = (cells.SAFE if safe else cells.STOCK)[task](**{**made, "model": model})
+        reference = dict(trainer.ref_model.named_parameters())
+        held[safe] = {n for n, p in model.named_parameters() if reference[n].dtype != p.dtype}
+        trainer.train()
+        kl[safe] = next(entry["kl"] for entry in trainer.state.log_history if "kl" in entry)
+    assert held[False]
+    assert held[True] == set()
+    assert kl[True] == 0
+    assert kl[False] != 0
+
+
+def test_a_reference_model_follows_masters_that_were_upcast():
+    cell = Cell("text", "grpo", "fp16", "fp16", beta=0.1)
+    trainer = build(cell, trainer_class=fp16_on_cpu(cells.SAFE["grpo"]))
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in trainer.ref_model.parameters()} == {torch.float32}
