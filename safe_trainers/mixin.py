@@ -51,6 +51,7 @@ from .errors import PrecisionError, PrecisionWarning, refuse
 from .media import MediaCaster
 from .media_inputs import MediaInputs
 from .metrics import MismatchMetrics
+from .overflow import OverflowProbe
 from .policy import OFF, PrecisionPolicy, resolve
 from .preparation import Preparation, prepare, prepare_reference
 from .probing import cannot_meet, failure
@@ -58,7 +59,6 @@ from .rollout import AlignedRollouts
 from .sampled import SampledRollouts
 from .settlement import Settlement, apply, settle
 from .signatures import by_name, default_output_dir, signature_of
-from .skips import SkippedSteps
 from .towers import unwrap
 
 
@@ -225,7 +225,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
             raise PrecisionError(problems)
 
 
-class PrecisionMixin(AlignedRollouts, MismatchMetrics, SkippedSteps):
+class PrecisionMixin(AlignedRollouts, MismatchMetrics, OverflowProbe):
     """Above TRL: what users and TRL call on `self`.
 
     A safe trainer of any TRL algorithm is `class SafeX(PrecisionMixin, XTrainer, PrecisionBase)`.

@@ -80,13 +80,9 @@ def test_a_vision_tower_that_overflows_float16_trains(task, dtype):
         return torch.tensor([e["grad_norm"] for e in trainer.state.log_history if "grad_norm" in e])
 
     trainer = build("gemma3", task, None, model=overflowing(dtype), lora=True)
-    if task == "grpo":
-        with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
-            trainer.train()
-        cells.reset_autocast()
-    else:
+    with pytest.raises(PrecisionError, match="activations-overflow-fp16"):
         trainer.train()
-        assert not torch.isfinite(norms()).any()
+    cells.reset_autocast()
     trainer = build("gemma3", task, ["vision_tower"], model=overflowing(dtype), lora=True)
     trainer.train()
     assert torch.isfinite(norms()).all()

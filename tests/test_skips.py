@@ -406,7 +406,7 @@ def test_evaluations_and_the_last_log_have_none():
     assert [entry["step"] for entry in with_metrics] == [1, 2]
 
 
-@pytest.mark.parametrize("step", [2, 4, 5])
+@pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_run_logs_the_same(step, tmp_path):
     settings = {"infinite": 3, "steps": 10, "logging_steps": 5, "save_strategy": "steps", "save_steps": 1}
     whole = build(**settings, output_dir=str(tmp_path / "whole"))
