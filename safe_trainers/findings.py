@@ -245,6 +245,12 @@ REFUSALS = _index(
         "{field}={usual}",
     ),
     Finding(
+        "continuous-batching-casts-packed-weights",
+        "TRL casts the model for each rollout, these packed bytes with it as if they were numbers: what is sampled "
+        "would be garbage.",
+        "`bnb_4bit_quant_storage='uint8'`, or `use_transformers_continuous_batching=False`",
+    ),
+    Finding(
         "vllm-refuses-fp16",
         "numbers in a {kind} model overflow float16, and vLLM does not build it.",
         "`precision='bf16'` (or `bf16=True`), or `use_vllm=False`",

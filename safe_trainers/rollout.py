@@ -16,8 +16,8 @@ from .captures import VLLM_MODULE, engines
 from .census import Census
 from .contract import ABSENT, COVERED, ROLLOUT_METHOD, SafetyContract, batches_continuously
 from .device import Device
-from .dtypes import to_torch
-from .errors import PrecisionError, PrecisionWarning, Problem, warn
+from .dtypes import from_torch, to_torch
+from .errors import PrecisionError, PrecisionWarning, Problem, refuse, warn
 from .merged import unmergeable
 from .policy import PrecisionPolicy
 from .preparation import Preparation
@@ -84,18 +84,25 @@ class AlignedRollouts:
         """Settles the precision of the live model, and refuses what its sampler could not take."""
         super()._settle(model, training_args)  # type: ignore[misc]
         self._rollout_warnings = tuple(self._warnings(model, training_args))
-        if not getattr(training_args, "use_vllm", False):
-            return
-        colocated = getattr(training_args, "vllm_mode", None) == "colocate"
-        problems = (
-            list(engine.refused(model, self.sampler_dtype, colocated)) if self._is_aligned(training_args) else []
-        )
-        problem = unmergeable(model) if hasattr(model, "peft_config") and not _shards(training_args) else None
-        if problem is not None:
-            fix = "`use_vllm=False`: the model's own `generate` runs with the adapter as it is"
-            problems.append(replace(problem, fix=fix))
+        problems = list(self._refused(model, training_args))
         if problems:
             raise PrecisionError(problems)
+
+    def _refused(self, model: nn.Module, args: Any) -> Iterator[Problem]:
+        if getattr(args, "use_vllm", False):
+            if self._is_aligned(args):
+                yield from engine.refused(model, self.sampler_dtype, getattr(args, "vllm_mode", None) == "colocate")
+            problem = unmergeable(model) if hasattr(model, "peft_config") and not _shards(args) else None
+            if problem is not None:
+                fix = "`use_vllm=False`: the model's own `generate` runs with the adapter as it is"
+                yield replace(problem, fix=fix)
+        elif batches_continuously(args) and (args.bf16 or args.fp16):
+            half = torch.bfloat16 if args.bf16 else torch.float16
+            packed = ((name, p.dtype) for name, p in model.named_parameters() if is_quantized(p))
+            cast = next(((name, dtype) for name, dtype in packed if dtype.is_floating_point and dtype != half), None)
+            if cast is not None:
+                given = f"{cast[0]}, packed and stored as {from_torch(cast[1])}, with continuous batching"
+                yield refuse("continuous-batching-casts-packed-weights", given)
 
     def _say_what_was_done(self, training_args: Any) -> None:
         super()._say_what_was_done(training_args)  # type: ignore[misc]
@@ -193,7 +200,7 @@ class AlignedRollouts:
         if not changes:
             return
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            held, wanted = next((str(p.dtype)[6:], str(dtype)[6:]) for p, dtype in changes)
+            held, wanted = next((from_torch(p.dtype), from_torch(dtype)) for p, dtype in changes)
             self._warn_once(warn("reference-in-another-dtype", "the reference model", held=held, wanted=wanted))
             return
         for parameter, dtype in changes:

@@ -68,6 +68,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "nothing-to-compare",
         "merge-not-kept",
         "share-out-of-range",
+        "continuous-batching-casts-packed-weights",
         "vllm-refuses-fp16",
         "vllm-server-computes-otherwise",
         "vllm-holds-packed-weights",

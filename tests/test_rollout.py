@@ -152,6 +152,30 @@ def test_one_half_copy_is_alive_meanwhile():
         assert sum(p.nbytes for p in model.parameters()) * 2 == full
 
 
+@pytest.mark.parametrize(
+    ("storage", "refused"), [(torch.float32, True), (torch.bfloat16, False), (torch.uint8, False)]
+)
+def test_packed_bytes_that_the_cast_would_take_for_numbers_are_refused(storage, refused):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage)
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), quantization_config=config)
+    packed = model.model.layers[0].mlp.up_proj.weight
+    before, dtype = packed.data.clone().view(torch.uint8), packed.dtype
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with casts_undone(adapted):
+        adapted.to(torch.bfloat16)
+        assert (packed.dtype != dtype) == refused
+    assert torch.equal(packed.data.view(torch.uint8), before)
+    made = cells.arguments(Cell("text", "grpo", "bf16", "bf16"), cells.PLAIN["grpo"], model_init_kwargs=None)
+    made["args"].use_transformers_continuous_batching = True
+    if refused:
+        with pytest.raises(PrecisionError, match="continuous-batching-casts-packed-weights") as caught:
+            cells.SAFE["grpo"](**{**made, "model": adapted})
+        assert "stored as float32" in str(caught.value)
+    else:
+        cells.SAFE["grpo"](**{**made, "model": adapted})
+
+
 # --- what training computes in is looked at --------------------------------------------------------------------------
 
 
