@@ -366,8 +366,10 @@ def test_a_4_bit_model_is_scored_and_then_still_learns(task, recipe, tmp_path):
 
 
 def test_a_recipe_resumes_from_the_newest_checkpoint(recipe, tmp_path):
-    changes = {"dataset_size": 16, "evaluation_size": 8, "save_strategy": "steps", "save_steps": 1,
-               "output_dir": "out", "progress": False, "reward_funcs": ..., "num_generations": ..., "logging_steps": 1}  # fmt: skip
+    changes = {
+        "dataset_size": 16, "evaluation_size": 8, "save_strategy": "steps", "save_steps": 1, "output_dir": "out",
+        "progress": False, "reward_funcs": ..., "num_generations": ..., "logging_steps": 1,
+    }  # fmt: skip
     assert main(["sft", *recipe(**changes, max_steps=2)]) == 0
     assert main(["sft", *recipe(**changes, max_steps=3, resume_from_checkpoint="true")]) == 0
     log = json.loads((tmp_path / "out" / "log.json").read_text())["log"]
