@@ -28,6 +28,8 @@ from .weight_files import kept_in_float32
 
 _ROUTED = frozenset({"XLORA"})
 """PEFT methods whose layers could be merged one by one, and whose model still depends on what enters it."""
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
+"""What a twin shares, for it is never called."""
 
 
 @dataclass(frozen=True)
@@ -261,19 +263,15 @@ def merged_twin(layer: nn.Module, name: str = "") -> nn.Module:
     return twin
 
 
-def _twin(module: nn.Module, made: dict[int, Any], written: bool = True) -> Any:
-    """A copy in float32 that shares no container; what a module has twice, its twin has twice.
-
-    What merging only reads and is float32 already, as the factors of an adapter are, is shared (`written=False`).
-    """
+def _twin(module: nn.Module, made: dict[int, Any]) -> Any:
+    """A copy in float32 that shares nothing that merging writes to; what a module has twice, its twin has twice."""
     if id(module) in made:
         return made[id(module)]
-    own = (*module._parameters.values(), *module._buffers.values())
-    if not written and not module._modules and all(tensor is None or tensor.dtype == torch.float32 for tensor in own):
-        return module
     twin: nn.Module = object.__new__(nn.Linear if is_packed(module) else _plain(type(module)))
     made[id(module)] = twin
-    twin.__dict__.update({k: v.copy() if isinstance(v, (dict, list, set)) else v for k, v in vars(module).items()})
+    twin.__dict__.update(
+        {k: v.copy() if isinstance(v, (dict, list, set)) and k not in _HOOKS else v for k, v in vars(module).items()}
+    )
     if isinstance(twin, BaseTunerLayer):
         twin.quantization_backend = None  # what newer PEFT packs and unpacks with
         twin.__dict__.setdefault("fan_in_fan_out", False)  # packed layers never are, and not all of them say it
@@ -285,9 +283,16 @@ def _twin(module: nn.Module, made: dict[int, Any], written: bool = True) -> Any:
         twin._parameters[name] = None if parameter is None else made[id(parameter)]
     twin._buffers.update({k: None if v is None else _wide(v) for k, v in module._buffers.items()})
     for name, child in module._modules.items():
-        writes = written and (name == "base_layer" or not isinstance(module, BaseTunerLayer))
-        twin._modules[name] = None if child is None else _twin(child, made, writes)
+        read = isinstance(module, BaseTunerLayer) and name.startswith("lora_") and _is_float32(child)
+        twin._modules[name] = child if child is None or read else _twin(child, made)
     return twin
+
+
+def _is_float32(container: nn.Module | None) -> bool:
+    """Whether the factors of one kind that PEFT's LoRA holds in a layer, which its merging only reads, are float32."""
+    parts = () if container is None else (container, *container._modules.values())
+    held = [parameter for part in parts if part is not None for parameter in part._parameters.values()]
+    return all(parameter is None or parameter.dtype == torch.float32 for parameter in held)
 
 
 def _plain(kind: type) -> Any:
