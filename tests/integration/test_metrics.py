@@ -1,8 +1,10 @@
 """The mismatch of real rollouts in real trainers: what is logged is what a slow reference makes of the same tokens."""
 
 import contextlib
+import importlib.util
 import logging
 import math
+from pathlib import Path
 
 import cells
 import pytest
@@ -471,3 +473,35 @@ def test_an_infinite_reward_is_refused_where_stock_trains_on(task, value):
         safe.train()
     assert "1 of 4 rewards of length_ratio are infinite" in str(refused.value)
     assert "let length_ratio return a finite number" in str(refused.value)
+
+
+# ---- What it shows ----
+
+
+def test_float16_on_both_sides_brings_them_together_and_in_the_trainer_alone_buys_nothing(monkeypatch):
+    """The benchmark in small: a random model, 4 sequences of 128 tokens. The table is in docs/mismatch.md."""
+    file = Path(__file__).parent.parent.parent / "benchmarks" / "mismatch.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_mismatch", file)
+    benchmark = importlib.util.module_from_spec(spec)
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "")  # it sets them, for a process of its own
+    spec.loader.exec_module(benchmark)
+    pairs = [
+        ("bf16", "bf16"),
+        ("fp16", "fp16"),
+        ("bf16", "fp16"),
+        ("autocast fp16", "fp16"),
+        ("autocast bf16", "bf16"),
+    ]
+    rows = benchmark.measure(benchmark.build(), pairs, rows=4, lengths=(128,))
+    found = {(row["sampler"], row["trainer"]): row for row in rows}
+    bf16, fp16, alone = (found[pair] for pair in pairs[:3])
+    assert 6 < bf16["logp_mismatch_mean"] / fp16["logp_mismatch_mean"] < 10
+    assert bf16["logp_mismatch_k3"] > 30 * fp16["logp_mismatch_k3"]
+    assert alone["logp_mismatch_mean"] > 0.8 * bf16["logp_mismatch_mean"]
+    assert alone["logp_mismatch_k3"] > 0.6 * bf16["logp_mismatch_k3"]
+    # In spacings of their dtypes both are the same: that is all that is between them.
+    assert bf16["logp_mismatch_ulp"] == pytest.approx(fp16["logp_mismatch_ulp"], rel=0.5)
+    # Generation under the trainer's autocast is no further apart than half weights are.
+    assert found[pairs[4]]["logp_mismatch_mean"] < bf16["logp_mismatch_mean"]
+    assert found[pairs[3]]["logp_mismatch_mean"] < fp16["logp_mismatch_mean"]

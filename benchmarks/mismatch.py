@@ -1,0 +1,229 @@
+"""How far trainer and sampler are apart in bfloat16, in float16, and with float16 in the trainer alone.
+
+A small byte model is trained on the source of Python's standard library. Samplers hold its weights in their own dtype,
+as an inference engine does, or generate under the trainer's autocast, as the safe trainers do without an engine. A
+real `SafeGRPOTrainer` with float32 weights scores what each has sampled, cut to several lengths; the numbers are what
+its evaluation logs. `make bench-mismatch` writes `benchmarks/results/mismatch.json` and the page with its plot.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false")
+warnings.simplefilter("ignore")
+
+import datasets
+import torch
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from rich.table import Table
+from transformers import ByT5Tokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PrinterCallback
+
+from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
+from safe_trainers.sampled import Turn
+from safe_trainers.testing import fp16_on_cpu
+
+
+RESULT = Path(__file__).parent / "results" / "mismatch.json"
+LENGTHS = (64, 128, 256, 512, 1024)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROMPT = 16
+
+# sampler, trainer; "autocast": generates with the trainer's float32 weights under its autocast
+PAIRS = [
+    ("bf16", "bf16"),
+    ("fp16", "fp16"),
+    ("bf16", "fp16"),
+    ("autocast bf16", "bf16"),
+    ("autocast fp16", "fp16"),
+    ("fp32", "fp32"),
+]
+
+
+def build(layers: int = 8, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama-like byte model with random float32 weights: 6.5 million parameters with 8 layers."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=259,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=2048,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+def source() -> torch.Tensor:
+    """The bytes of the standard library's modules, as token ids of `ByT5Tokenizer`."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = b"\n".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() + 3  # its first ids are special
+
+
+def learn(model: LlamaForCausalLM, steps: int, width: int = PROMPT + max(LENGTHS)) -> float:
+    """Trains on random pieces of the source, and gives back the last loss in nats per byte."""
+    text, generator = source(), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=max(steps, 2))
+    last = float("nan")
+    for _ in range(steps):
+        starts = torch.randint(len(text) - width, (2,), generator=generator).tolist()
+        ids = torch.stack([text[start : start + width] for start in starts])  # (2, width)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        last = loss.item()
+    return last
+
+
+def prompts(rows: int) -> torch.Tensor:
+    """Beginnings to go on from, (rows, PROMPT) token ids, all different."""
+    text = source()
+    places = torch.linspace(0, len(text) - PROMPT - 1, rows).long().tolist()
+    return torch.stack([text[place : place + PROMPT] for place in places])
+
+
+def sample(model: LlamaForCausalLM, sampler: str, begin: torch.Tensor, length: int) -> dict[str, Any]:
+    """Samples with the weights in the sampler's dtype, and keeps what each token was sampled with."""
+    autocast, dtype = sampler.startswith("autocast"), DTYPES[sampler.rsplit(maxsplit=1)[-1]]
+    other = build(model.config.num_hidden_layers)
+    other.load_state_dict(model.state_dict())
+    other = other.eval() if autocast else other.eval().to(dtype)
+    turn = Turn(temperature=1.0)
+    settings = GenerationConfig(max_new_tokens=length, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(1)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast):
+        other.generate(begin, attention_mask=torch.ones_like(begin), generation_config=settings,
+                       custom_generate=turn.recording())  # fmt: skip
+    return {"begin": begin.tolist(), "tokens": turn.tokens.tolist(), "logps": turn.logps.tolist()}
+
+
+@contextlib.contextmanager
+def scorer(model: LlamaForCausalLM, trainer: str, rows: int, longest: int) -> Iterator[Any]:
+    """A function that lets a real trainer score samples, cut to a length, and gives what it logs."""
+    AcceleratorState._reset_state(True)  # one mixed precision per process
+    given: dict[str, Any] = {}
+
+    def rollout(asked: list[str], _: Any) -> dict[str, Any]:
+        index = [int(prompt) for prompt in asked]
+        return {
+            "prompt_ids": [given["begin"][row] for row in index],
+            "completion_ids": [given["tokens"][row][: given["length"]] for row in index],
+            "logprobs": [given["logps"][row][: given["length"]] for row in index],
+        }
+
+    copy = build(model.config.num_hidden_layers)
+    copy.load_state_dict(model.state_dict())
+    with tempfile.TemporaryDirectory() as folder:
+        made = fp16_on_cpu(SafeGRPOTrainer)(
+            copy,
+            args=SafeGRPOConfig(
+                folder,
+                precision=trainer,
+                use_cpu=True,
+                per_device_eval_batch_size=min(rows, 8),
+                per_device_train_batch_size=2,
+                num_generations=2,
+                num_generations_eval=1,
+                max_completion_length=longest,
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            processing_class=ByT5Tokenizer(extra_ids=0),
+            train_dataset=datasets.Dataset.from_dict({"prompt": ["0", "1"]}),
+            eval_dataset=datasets.Dataset.from_dict({"prompt": [str(row) for row in range(rows)]}),
+            rollout_func=rollout,
+        )
+        made.remove_callback(PrinterCallback)
+
+        def score(samples: dict[str, Any], length: int) -> dict[str, float]:
+            given.update(samples, length=length)
+            key = "eval_precision/"
+            return {name.removeprefix(key): value for name, value in made.evaluate().items() if name.startswith(key)}
+
+        yield score
+    AcceleratorState._reset_state(True)
+
+
+def measure(model: LlamaForCausalLM, pairs: list[tuple[str, str]], rows: int, lengths: tuple[int, ...]) -> list[Any]:
+    """Every metric of every pair at every length.
+
+    Args:
+        model: The model, with float32 weights.
+        pairs: Sampler and trainer of each.
+        rows: How many sequences are sampled.
+        lengths: To how many tokens they are cut.
+
+    Returns:
+        A mapping for each pair and length.
+    """
+    begin = prompts(rows)
+    samples = {sampler: sample(model, sampler, begin, max(lengths)) for sampler, _ in pairs}
+    found = []
+    for trainer in dict.fromkeys(trainer for _, trainer in pairs):
+        with scorer(model, trainer, rows, max(lengths)) as score:
+            for sampler in (sampler for sampler, scored_by in pairs if scored_by == trainer):
+                for length in lengths:
+                    numbers = score(samples[sampler], length)
+                    found.append({"sampler": sampler, "trainer": trainer, "length": length, **numbers})
+    return found
+
+
+def main() -> None:
+    """Trains the model, measures, prints the table and writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    datasets.disable_progress_bars()
+    started, model = time.perf_counter(), build()
+    loss = learn(model, options.steps)
+    print(f"loss {loss:.2f} after {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    found = measure(model, PAIRS, options.rows, LENGTHS)
+    table = Table("sampler", "trainer", "tokens", "mean |D|", "max |D|", "k3", "mean |S|", "ESS")
+    for row in found:
+        table.add_row(row["sampler"], row["trainer"], str(row["length"]), f"{row['logp_mismatch_mean']:.2e}",
+                      f"{row['logp_mismatch_max']:.2e}", f"{row['logp_mismatch_k3']:.1e}",
+                      f"{row['seq_logratio_abs_mean']:.3f}", f"{row['seq_ess']:.3f}")  # fmt: skip
+    content = {
+        "command": f"python benchmarks/mismatch.py --rows {options.rows} --steps {options.steps}",
+        "versions": {name: version(name) for name in ("torch", "trl", "transformers")},
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "sequences": options.rows,
+        "training": {"steps": options.steps, "loss": round(loss, 2), "text": f"Python {platform.python_version()}"},
+        "seconds": round(time.perf_counter() - started),
+        "rows": found,
+    }
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
