@@ -44,12 +44,12 @@ def sampler_dtype(policy: PrecisionPolicy, census: Census) -> str:
     return max(weights, key=lambda dtype: weights[dtype])
 
 
-def refused(model: nn.Module, dtype: str, colocated: bool) -> Iterator[Problem]:
+def refused(model: nn.Module, dtype: str | None, colocated: bool) -> Iterator[Problem]:
     """What vLLM could not sample from, known before an engine is built.
 
     Args:
         model: The policy model.
-        dtype: The dtype that it would sample in.
+        dtype: The dtype that it would sample in; `None` where that is left to upstream.
         colocated: Whether the engine is built from the model's own checkpoint, and not by a server.
 
     Yields:
@@ -65,12 +65,12 @@ def refused(model: nn.Module, dtype: str, colocated: bool) -> Iterator[Problem]:
         yield refuse("vllm-holds-packed-weights", given, fix="the unquantised checkpoint, with `quantization_config`")
 
 
-def told(arguments: Mapping[str, Any], dtype: str, device: Device, version: str | None) -> dict[str, Any]:
+def told(arguments: Mapping[str, Any], dtype: str | None, device: Device, version: str | None) -> dict[str, Any]:
     """Completes what TRL builds an engine with; what it passes itself is kept.
 
     Args:
         arguments: TRL's keywords for `vllm.LLM`.
-        dtype: The dtype to sample in.
+        dtype: The dtype to sample in; `None` where that is left to upstream.
         device: The device of the run.
         version: The installed vLLM, `None` where unknown.
 
@@ -78,7 +78,7 @@ def told(arguments: Mapping[str, Any], dtype: str, device: Device, version: str 
         New keywords: `dtype`; weights that are not packed, for what is pushed into them is not; and no cascade
         attention where it may compute wrongly.
     """
-    complete = {"dtype": dtype, **arguments}
+    complete = ({} if dtype is None else {"dtype": dtype}) | dict(arguments)
     if complete.get("quantization") == PACKED:
         complete["quantization"] = None
     if cascade_is_wrong(device, version):

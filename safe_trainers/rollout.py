@@ -90,8 +90,8 @@ class AlignedRollouts:
 
     def _refused(self, model: nn.Module, args: Any) -> Iterator[Problem]:
         if getattr(args, "use_vllm", False):
-            if self._is_aligned(args):
-                yield from engine.refused(model, self.sampler_dtype, getattr(args, "vllm_mode", None) == "colocate")
+            dtype = self.sampler_dtype if self._is_aligned(args) else None
+            yield from engine.refused(model, dtype, getattr(args, "vllm_mode", None) == "colocate")
             problem = unmergeable(model) if hasattr(model, "peft_config") and not _shards(args) else None
             if problem is not None:
                 fix = "`use_vllm=False`: the model's own `generate` runs with the adapter as it is"
@@ -128,10 +128,9 @@ class AlignedRollouts:
 
     def _told(self, module: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What an engine is built with that TRL builds in a module."""
-        if not self._is_aligned(self.args):
-            return arguments
+        dtype = self.sampler_dtype if self._is_aligned(self.args) else None
         device, version = type(self).precision_device(self.args), engine.installed_version()
-        told = engine.told(arguments, self.sampler_dtype, device, version)
+        told = engine.told(arguments, dtype, device, version)
         if module != VLLM_MODULE and "quantization" in arguments:
             told["quantization"] = arguments["quantization"]  # it is not by our sync that weights reach this one
         logger.info("vLLM engine: %s", {k: v for k, v in told.items() if k not in arguments or arguments[k] != v})
@@ -149,7 +148,8 @@ class AlignedRollouts:
         if not hasattr(generation.model, "peft_config") or self.is_fsdp_enabled:
             return  # FSDP gathers the layers that TRL merges, in a way of its own
         measure = getattr(self.args, "precision_metrics", True)
-        self._sync = sync = AdapterSync(generation.model, to_torch(self.sampler_dtype), measure)
+        dtype = to_torch(self.sampler_dtype) if self._is_aligned(self.args) else None
+        self._sync = sync = AdapterSync(generation.model, dtype, measure)
         original = generation.sync_weights
 
         def sync_weights(*args: Any, **kwargs: Any) -> Any:

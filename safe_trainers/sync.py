@@ -33,7 +33,8 @@ class AdapterSync:
 
     Args:
         model: The model with PEFT adapters, as TRL walks through it.
-        dtype: The dtype of the sampler, which merged weights are rounded to once, from float32.
+        dtype: The dtype of the sampler, which merged weights are rounded to once, from float32; `None` for what the
+            base holds each in.
         measure: Whether to measure what is lost.
 
     Attributes:
@@ -41,7 +42,7 @@ class AdapterSync:
         tied: Names of adapted weights that share their tensor with another one that they differ from now.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, measure: bool = True) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, measure: bool = True) -> None:
         self.lost: float | None = None
         self.tied: tuple[str, ...] = ()
         self._model, self._dtype, self._measure = model, dtype, measure

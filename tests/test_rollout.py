@@ -299,17 +299,17 @@ def test_in_stock_fp16_is_the_trainers_alone(vllm, monkeypatch):
 
 
 def test_what_is_asked_for_is_upstreams(vllm, monkeypatch):
-    vllm_stand_in.forget_process(monkeypatch)
     made = cells.arguments(
-        Cell("text", "grpo", "fp32", None),
-        SafeGRPOConfig,
-        use_vllm=True,
-        vllm_mode="colocate",
+        Cell("text", "grpo", "fp32", "bf16", lora=True), SafeGRPOConfig, use_vllm=True, vllm_mode="colocate",
         rollout_compute="stock",
-    )
-    trainer = cells.SAFE["grpo"](**made)
-    assert "dtype" not in vllm.ENGINES[0].arguments or vllm.ENGINES[0].arguments["dtype"] == "auto"
+    )  # fmt: skip
+    with pytest.warns(PrecisionWarning, match="rollout-not-aligned"):
+        trainer = cells.SAFE["grpo"](**made)
+    (own,) = vllm.ENGINES
+    assert own.arguments["dtype"] == "auto"
     assert trainer.safety_contract["rollout"].state == "not covered"
+    trainer.vllm_generation.sync_weights()  # nothing is merged in the base all the same
+    assert {tensor.dtype for tensor in own.loaded.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", sorted(engine.FLOAT16_REFUSED))
