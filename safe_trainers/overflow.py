@@ -141,8 +141,8 @@ class OverflowProbe(SkippedSteps):
         return PrecisionError([refuse("rollout-not-finite", f"the rollout after step {self.state.global_step}")])
 
     def _computes_in_float16(self) -> bool:
-        if getattr(self.args, "torch_compile", False):
-            return False  # hooks would be compiled into the model
+        if getattr(self.args, "torch_compile", False) or self.args.n_gpu > 1:
+            return False  # hooks would be compiled into the model, or run in the threads of `nn.DataParallel`
         return FLOAT16 in self.precision_policy.compute.value.split(" and ")
 
     def _elsewhere(self) -> bool:

@@ -28,7 +28,7 @@ process: DDP sums the gradients before it, FSDP's scaler and DeepSpeed's engine 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class SkippedSteps(ExactCheckpoints):
         self._record = None
         if not any(isinstance(callback, _AroundSteps) for callback in self.callback_handler.callbacks):
             # First, so that the user's callbacks after a step find it said whether it was skipped.
-            self.callback_handler.callbacks.insert(0, _AroundSteps(lambda: self._steps))
+            self.callback_handler.callbacks.insert(0, _AroundSteps(self))
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
 
     @property
@@ -113,16 +113,16 @@ class SkippedSteps(ExactCheckpoints):
 
 
 class _AroundSteps(TrainerCallback):
-    """Tells a record that the optimizer is about to step, and that it has."""
+    """Tells the record of a trainer that the optimizer is about to step, and that it has."""
 
-    def __init__(self, record: Callable[[], "StepRecord"]) -> None:
-        self.record = record
+    def __init__(self, trainer: SkippedSteps) -> None:
+        self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.record().before()
+        self.trainer._steps.before()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.record().after()
+        self.trainer._steps.after()
 
 
 class StepRecord:
@@ -244,7 +244,6 @@ class StepRecord:
     def metrics(self) -> dict[str, float]:
         """The metrics of the optimizer since the last log, by the names that they are logged under."""
         found: dict[str, float] = {}
-        accelerator = self._trainer.accelerator
         if self._scaler() is not None:
             found["loss_scale"] = self._loss_scale
         if self._scaler() is not None or (self._trainer.args.fp16 and self._trainer.is_deepspeed_enabled):
@@ -254,8 +253,15 @@ class StepRecord:
             found["grad_norm_finite"] = self._norm_sum / self._norm_count
         self._norm_sum, self._norm_count = 0.0, 0
         if self._sample is not None or self._sample_state is not None:
-            found |= self._sampled().metrics(lambda sums: accelerator.reduce(sums.to(accelerator.device), "sum"))
+            found |= self._sampled().metrics(self._total)
         return {f"precision/{name}": value for name, value in found.items()}
+
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            return sums  # some devices have no float64
+        total: torch.Tensor = accelerator.reduce(sums.to(accelerator.device), "sum")
+        return total
 
     # ---- For a resume ----
 
