@@ -99,6 +99,24 @@ def test_seven_skipped_steps_are_seen_and_hold_the_schedule(optim, changes):
     assert trainer.state.global_step == 12
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_run_of_grpo_with_an_adapter_goes_on_after_seven_skipped_steps(safe):
+    reset_accelerate()
+    watch = Watch()
+    config = (cells.SAFE_CONFIG if safe else cells.PLAIN)["grpo"]
+    made = cells.arguments(Cell("llava", "grpo", "fp16", "fp16", lora=True), config, steps=10)
+    trainer = fp16_on_cpu((cells.SAFE if safe else cells.STOCK)["grpo"])(**made, callbacks=[watch])
+    adapter = next(p for p in trainer.model.parameters() if p.requires_grad)
+    adapter.register_hook(lambda g: torch.full_like(g, math.inf) if trainer.state.global_step < 7 else g)
+    trainer.train()
+    assert list(logged(trainer, "learning_rate").values()) == schedule(10, held=7 if safe else 0)
+    assert all(map(torch.equal, watch.before[0], watch.after[6]))
+    assert not all(map(torch.equal, watch.after[6], watch.after[9]))
+    if safe:
+        assert logged(trainer, "precision/skipped_steps")[10] == 7
+        assert logged(trainer, "precision/effective_steps")[10] == 3
+
+
 def test_stock_loses_seven_steps_of_schedule_with_the_default_optimizer():
     watch = Watch()
     stock = build(safe=False, infinite=7, callbacks=[watch])
