@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import statistics
 import sys
 import sysconfig
 import tempfile
@@ -29,17 +30,27 @@ warnings.simplefilter("ignore")
 
 import datasets
 import torch
+import yaml
 from accelerate.state import AcceleratorState
+from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import ByT5Tokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PrinterCallback
+from transformers import (
+    ByT5Tokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    TrainerCallback,
+)
 
-from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
+from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, tiny
 from safe_trainers.sampled import Turn
 from safe_trainers.testing import fp16_on_cpu
 
 
 RESULT = Path(__file__).parent / "results" / "mismatch.json"
+RECIPE = Path(__file__).parent.parent / "recipes" / "grpo" / "tiny_vlm_bf16.yaml"
 LENGTHS = (64, 128, 256, 512, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPT = 16
@@ -195,11 +206,53 @@ def measure(model: LlamaForCausalLM, pairs: list[tuple[str, str]], rows: int, le
     return found
 
 
+def cost(steps: int) -> dict[str, Any]:
+    """CPU time of a step of the tiny recipe with all metrics over without, turn about in one run."""
+    AcceleratorState._reset_state(True)
+    recipe = yaml.safe_load(RECIPE.read_text())
+    family = recipe["model_name_or_path"].removeprefix("tiny:")
+    torch.manual_seed(0)
+    processor, times = tiny.build_processor(family), {True: [], False: []}
+    asked = ("bf16", "use_cpu", "learning_rate", "lr_scheduler_type", "adam_beta2", "per_device_train_batch_size",
+             "num_generations", "max_completion_length", "temperature", "beta", "logging_steps")  # fmt: skip
+
+    class TurnAbout(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            on = state.global_step % 2 == 0
+            trainer._mismatch.on = trainer._steps._measures = on
+            self.started = time.process_time()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            times[state.global_step % 2 == 1].append(time.process_time() - self.started)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SafeGRPOTrainer(
+            tiny.build_model(family, dtype=recipe["dtype"]),
+            args=SafeGRPOConfig(
+                folder, max_steps=steps, report_to=[], save_strategy="no", disable_tqdm=True,
+                generation_kwargs=tiny.generation_kwargs(processor), **{key: recipe[key] for key in asked},
+            ),
+            reward_funcs=[tiny.exact_match, tiny.attribute_match],
+            processing_class=processor,
+            train_dataset=tiny.prompt_dataset(recipe["dataset_size"]),
+            peft_config=LoraConfig(r=recipe["lora_r"], target_modules=recipe["lora_target_modules"]),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(TurnAbout())
+        trainer.train()
+    on, off = (times[key][5:] for key in (True, False))
+    blocks = [slice(start, start + 10) for start in range(0, len(off) - 9, 10)]
+    ratios = [statistics.median(on[block]) / statistics.median(off[block]) for block in blocks]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"steps": steps, "milliseconds": 1e3 * statistics.median(off), "ratio": middle, "quartiles": [low, high]}
+
+
 def main() -> None:
     """Trains the model, measures, prints the table and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--cost-steps", type=int, default=400)
     options = parser.parse_args()
     datasets.disable_progress_bars()
     started, model = time.perf_counter(), build()
@@ -218,6 +271,7 @@ def main() -> None:
         "sequences": options.rows,
         "training": {"steps": options.steps, "loss": round(loss, 2), "text": f"Python {platform.python_version()}"},
         "seconds": round(time.perf_counter() - started),
+        "cost": cost(options.cost_steps),
         "rows": found,
     }
     RESULT.parent.mkdir(exist_ok=True)
