@@ -348,8 +348,8 @@ WARNINGS = _index(
     ),
     Finding(
         "sampler-without-fp32-modules",
-        "what generates knows nothing of them and computes in {dtype} throughout, where they may overflow.",
-        "generate with the model's own `generate`: `use_vllm=False`, `use_transformers_continuous_batching=False`",
+        "vLLM knows nothing of them and computes in {dtype} throughout, where they may overflow.",
+        "generate with the model's own `generate`, `use_vllm=False`",
     ),
     Finding(
         "vllm-server-not-asked",

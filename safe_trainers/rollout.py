@@ -4,8 +4,9 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,8 +120,8 @@ class AlignedRollouts:
             where = ", and vLLM samples without any" if uses_vllm else ""
             yield warn("adapter-dropout-in-rollouts", f"lora_dropout={dropout:g}", where=where)
         modules = self.precision_preparation.fp32_modules
-        if modules and (uses_vllm or batches_continuously(args)):
-            given = f"fp32_modules, such as {modules[0]}, and a sampler of its own"
+        if modules and uses_vllm:
+            given = f"fp32_modules, such as {modules[0]}, with use_vllm=True"
             yield warn("sampler-without-fp32-modules", given, dtype=self.sampler_dtype)
         version = engine.installed_version()
         if uses_vllm and engine.cascade_is_wrong(type(self).precision_device(args), version):
@@ -210,22 +211,22 @@ class AlignedRollouts:
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one turn of generation in what training computes in, and hands the weights back as they were.
 
-        Left alone where the contract says that it is not covered.
+        What it computes in is left alone where the contract says that it is not covered.
         """
         generate: Callable[..., Any] = getattr(super(), ROLLOUT_METHOD)
-        if self.safety_contract["rollout"].state != COVERED:
-            return generate(*args, **kwargs)
-        self.safety_contract.fired["rollout"] += 1
-        with self._rollout_context():
+        covered = self.safety_contract["rollout"].state == COVERED
+        self.safety_contract.fired["rollout"] += covered
+        with self._rollout_context(covered):
             return generate(*args, **kwargs)
 
-    def _rollout_context(self) -> contextlib.AbstractContextManager[Any]:
+    def _rollout_context(self, covered: bool) -> contextlib.AbstractContextManager[Any]:
         if getattr(self.args, "use_vllm", False):
             # It has a compute dtype of its own; and weights are synchronised here, never in half precision.
             return contextlib.nullcontext()
         if batches_continuously(self.args):
-            return casts_undone(self.model)
-        return contextlib.nullcontext() if self._scored_in == torch.float32 else self.compute_context()
+            return casts_undone(self.model, self.precision_preparation.fp32_modules)
+        in_float32 = self._scored_in == torch.float32
+        return self.compute_context() if covered and not in_float32 else contextlib.nullcontext()
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Scores completions, and looks once at what that computes in.
@@ -287,7 +288,7 @@ def _shards(args: Any) -> bool:
 
 
 @contextlib.contextmanager
-def casts_undone(model: nn.Module) -> Iterator[None]:
+def casts_undone(model: nn.Module, exempt: Iterable[str] = ()) -> Iterator[None]:
     """Gives a model its own tensors back after something has cast it in place.
 
     For continuous batching TRL casts the live model to half precision at each rollout and never back: master weights,
@@ -296,15 +297,26 @@ def casts_undone(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: The model, wrapped or not. Its parameters stay the same objects.
+        exempt: Names, in the base model, of modules that are not cast at all: what enters them is made float32, which
+            half weights could not multiply.
     """
+    wide = [unwrap(model).get_submodule(name) for name in exempt]
     tensors = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
     held = [(tensor, tensor.data) for tensor in tensors if tensor is not None]
     # A cast puts new buffers into a module, where it writes into parameters.
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     try:
+        for module in wide:  # what `to` of a model calls on each module in it
+            vars(module)["_apply"] = partial(_unchanged, module)
         yield
     finally:
+        for module in wide:
+            vars(module).pop("_apply", None)
         for tensor, data in held:
             tensor.data = data
         for module, own in buffers:
             module._buffers.update(own)
+
+
+def _unchanged(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    return module

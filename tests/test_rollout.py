@@ -114,6 +114,51 @@ def test_stock_trains_on_in_half():
     assert {p.dtype for p in stock.model.parameters()} == {torch.bfloat16}  # silently
 
 
+@NEEDS_SETTINGS
+def test_masters_are_kept_where_rollouts_compute_as_upstreams_do():
+    made = cells.arguments(
+        Cell("text", "grpo", "fp32", "bf16"), SafeGRPOConfig, rollout_compute="stock", **CONTINUOUS
+    )  # fmt: skip
+    trainer = cells.SAFE["grpo"](**made)
+    trainer.train()
+    assert trainer.safety_contract["rollout"].state == "not covered"
+    moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    assert {tensor.dtype for tensor in (*trainer.model.parameters(), *moments)} == {torch.float32}
+
+
+@NEEDS_SETTINGS
+@pytest.mark.parametrize("name", ["model.layers.0.mlp", "lm_head"])
+def test_fp32_modules_compute_in_float32_in_continuous_batching(name):
+    made = cells.arguments(
+        Cell("text", "grpo", "fp32", "bf16"), SafeGRPOConfig, fp32_modules=[name], **CONTINUOUS
+    )  # fmt: skip
+    seen, generating = {"inside": set(), "outside": set()}, []
+
+    class Watching(cells.SAFE["grpo"]):
+        def _generate_single_turn(self, *args, **kwargs):
+            generating.append(True)
+            try:
+                return super()._generate_single_turn(*args, **kwargs)
+            finally:
+                generating.pop()
+
+    def watch(where, layer):
+        def look(module, inputs, output):
+            if generating:
+                seen[where].add(output.dtype)
+
+        layer.register_forward_hook(look)
+
+    trainer = Watching(**made)
+    module = trainer.model.get_submodule(name)
+    watch("inside", getattr(module, "up_proj", module))
+    watch("outside", trainer.model.model.layers[0].self_attn.q_proj)
+    trainer.train()
+    assert seen == {"inside": {torch.float32}, "outside": {torch.bfloat16}}
+    assert "_apply" not in vars(module)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
 def test_gradients_that_are_being_accumulated_are_kept_too():
     """TRL's cast takes them along, in the middle of an optimizer step."""
     model = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
