@@ -11,7 +11,7 @@ from rich.console import Console
 from trl import ModelConfig, get_quantization_config
 
 from safe_trainers import PrecisionError, RecipeError, SafeSFTTrainer, tiny
-from safe_trainers.cli.main import build_parser, main
+from safe_trainers.cli.main import COMMANDS, build_parser, main
 from safe_trainers.cli.train import run_recipe
 from safe_trainers.recipes import TASKS, check_columns, find_recipe, load_rewards, read_recipe
 
@@ -316,7 +316,19 @@ def test_help_is_fast_and_imports_nothing_heavy():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "train with SafeGRPOTrainer" in out.stdout
     assert not {"torch", "trl", "transformers"} & set(out.stdout.split())
-    assert {"grpo", "rloo", "sft", "reward", "demo"} <= set(build_parser().format_help().replace("\n", " ").split())
+    assert set(COMMANDS) <= set(build_parser().format_help().replace("\n", " ").split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_is_fast_and_imports_nothing_heavy(command):
+    code = (
+        "import sys; from safe_trainers.cli.main import main\n"
+        f"try: main([{command!r}, '--help'])\n"
+        "except SystemExit: print('modules', *sys.modules)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert " ".join(COMMANDS[command].summary.split()) in " ".join(out.stdout.split())
+    assert not {"torch", "trl", "transformers"} & set(out.stdout.split())
 
 
 @pytest.mark.parametrize("task", ["grpo", "rloo", "sft", "reward"])

@@ -1,17 +1,36 @@
 """`safe-trainers demo`: the same recipe with stock TRL, which crashes, and with the safe trainer, which learns."""
 
+import argparse
 import tempfile
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 
-from .train import Run, run_recipe
+if TYPE_CHECKING:
+    from rich.console import Console
 
+    from .train import Run
 
 RECIPE = "grpo/tiny_vlm_bf16.yaml"
 
 
-def demo(output_dir: str, overrides: Sequence[str] = (), console: Console | None = None) -> Run:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--output_dir", default="runs/demo", help="where checkpoint, log and plot go")
+    parser.epilog = "keys of the recipe can be given as options, as for grpo"
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Shows both runs.
+
+    Returns:
+        The exit status.
+    """
+    demo(options.output_dir, rest)
+    return 0
+
+
+def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | None" = None) -> "Run":
     """Runs the embedded recipe twice.
 
     Args:
@@ -24,8 +43,10 @@ def demo(output_dir: str, overrides: Sequence[str] = (), console: Console | None
     """
     import torch
     import trl
+    from rich.console import Console
 
     from ..recipes import find_recipe, read_recipe
+    from .train import run_recipe
 
     console = console or Console()
     argv = ["--config", str(find_recipe(RECIPE)), *overrides, "--output_dir", output_dir]

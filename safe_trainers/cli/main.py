@@ -1,44 +1,67 @@
 """`safe-trainers COMMAND ...`: finds the command, and turns every refusal into one clear message and exit status 2."""
 
 import argparse
+import importlib
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
 
 from ..errors import SafeTrainersError
 from ..version import __version__
 
 
-TRAINING = {
-    "grpo": "train with SafeGRPOTrainer",
-    "rloo": "train with SafeRLOOTrainer",
-    "sft": "train with SafeSFTTrainer",
-    "reward": "train a reward model with SafeRewardTrainer",
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        summary: What it does, in one line.
+        module: The module of this package with its `add_arguments(parser)` and its
+            `run(options, rest) -> exit status`. It is imported when the command is used: `--help` costs no torch.
+        takes_recipe_keys: Whether options that its parser does not know are keys of a recipe, which go into `rest`.
+    """
+
+    summary: str
+    module: str
+    takes_recipe_keys: bool = False
+
+
+COMMANDS = {
+    "grpo": Command("train with SafeGRPOTrainer", "training", takes_recipe_keys=True),
+    "rloo": Command("train with SafeRLOOTrainer", "training", takes_recipe_keys=True),
+    "sft": Command("train with SafeSFTTrainer", "training", takes_recipe_keys=True),
+    "reward": Command("train a reward model with SafeRewardTrainer", "training", takes_recipe_keys=True),
+    "demo": Command(
+        "show stock TRL crash and the safe trainer learn, on a tiny model", "demo", takes_recipe_keys=True
+    ),
 }
-EPILOG = """every key of a recipe is an option too, and wins over the file:
-  safe-trainers grpo --config recipes/grpo/tiny_vlm_bf16.yaml --learning_rate 1e-4
-"""
+"""The commands, in the order of the help."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the commands; the options of a recipe are parsed by the recipe's own parser."""
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the commands.
+
+    Args:
+        chosen: The command whose options are needed; of the others it knows the names alone.
+
+    Returns:
+        The parser; the keys of a recipe are left to the recipe's own.
+    """
     parser = argparse.ArgumentParser(
         prog="safe-trainers",
         description="TRL trainers that are right in precision, or stop at construction with the line to change.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"safe-trainers {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in TRAINING.items():
-        command = commands.add_parser(name, help=summary, description=summary, epilog=EPILOG, add_help=True)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
-        command.add_argument("--config", metavar="FILE", help="recipe: a YAML file of TRL's keys and ours")
-    demo = commands.add_parser("demo", help="show stock TRL crash and the safe trainer learn, on a tiny model")
-    demo.add_argument("--output_dir", default="runs/demo", help="where checkpoint, log and plot go")
-    demo.epilog = "keys of the recipe can be given as options, as for grpo"
+    for name, command in COMMANDS.items():
+        made = commands.add_parser(name, help=command.summary, description=command.summary)
+        made.formatter_class = argparse.RawDescriptionHelpFormatter
+        if name == chosen:
+            _module(command).add_arguments(made)
     return parser
 
 
@@ -49,23 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command line without the program's name; by default the process's.
 
     Returns:
-        0 if it worked, 2 if the input was refused.
+        0 if it worked; 1 if what it reports needs a look; 2 if the input was refused.
     """
-    parser = build_parser()
-    options, rest = parser.parse_known_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((arg for arg in given if not arg.startswith("-")), None)
+    command = COMMANDS.get(chosen or "")
+    parser = build_parser(chosen)
+    options, rest = parser.parse_known_args(given)
+    if rest and not (command and command.takes_recipe_keys):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        if options.command == "demo":
-            from .demo import demo
-
-            demo(options.output_dir, rest)
-        else:
-            from .train import train
-
-            train(options.command, [*(["--config", options.config] if options.config else []), *rest])
+        status: int = _module(COMMANDS[options.command]).run(options, rest)
     except SafeTrainersError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status
+
+
+def _module(command: Command) -> ModuleType:
+    return importlib.import_module(f".{command.module}", __package__)
 
 
 def run() -> None:
