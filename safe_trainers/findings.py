@@ -76,6 +76,12 @@ REFUSALS = _index(
         "let {function} return a finite number, or None where it does not apply",
     ),
     Finding(
+        "importance-weights-not-finite",
+        "they are made from the sampler's log-probabilities, of which one was {what}: the loss would be no number, "
+        "and after one step no weight.",
+        "{fix}",
+    ),
+    Finding(
         "loss-scale-out-of-range",
         "it has to be {accepted}.",
         "{field}={usual}",
@@ -261,6 +267,12 @@ REFUSALS = _index(
         "start the server with `--dtype {dtype}`",
     ),
     Finding(
+        "fsdp-sends-packed-weights",
+        "TRL gathers and merges the layers that FSDP shards in a way of its own: vLLM would get packed bytes, and "
+        "each sync would pack the base anew.",
+        "`use_vllm=False`, or a base that is not quantised",
+    ),
+    Finding(
         "vllm-holds-packed-weights",
         "what is sent to it is base and adapter in one dense tensor, which packed weights cannot take.",
         "{fix}",
@@ -361,6 +373,12 @@ WARNINGS = _index(
         "before vLLM {mended} it computes shared prompts wrongly on this GPU (vLLM issue 22103), so it is switched "
         "off here, which takes some speed.",
         "pip install 'vllm>={mended}'",
+    ),
+    Finding(
+        "fsdp-merges-in-place",
+        "TRL merges them into the sharded base for each sync and takes them out again, which does not give the old "
+        "weights back: in half precision the base drifts, and what a sync loses is not measured.",
+        "a base in float32, `model_init_kwargs={{'dtype': 'float32'}}`, or `use_vllm=False`",
     ),
     Finding(
         "reference-in-another-dtype",

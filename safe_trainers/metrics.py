@@ -8,8 +8,10 @@ the metrics with their formulas; beside them:
 | metric | formula | unit |
 |---|---|---|
 | `precision/unrewarded_frac` | completions that no reward function gave a number (None or NaN) / completions | share |
+| `precision/unrewarded_frac/<function>` | of several functions: those that this one gave none / completions | share |
 
-Such completions have no advantage in TRL 1, and count as a reward of 0 before.
+Completions without any number have no advantage in TRL 1, and count as a reward of 0 before; a single function without
+one is left out of the completion's sum.
 """
 
 import logging
@@ -82,11 +84,14 @@ class MismatchMetrics:
 
         Returns:
             TRL's batch, or a copy of its mapping with `SAMPLER_KEY`.
+
+        Raises:
+            PrecisionError: If what TRL makes of the sampler's log-probabilities would make the loss NaN.
         """
         score: Callable[..., Any] = super()._generate_and_score_completions  # type: ignore[misc]
         if not self._mismatch.measures():
-            return score(*args, **kwargs)
-        return self._mismatch.of_rollout(lambda: score(*args, **kwargs))
+            return _with_finite_weights(score(*args, **kwargs))
+        return _with_finite_weights(self._mismatch.of_rollout(lambda: score(*args, **kwargs)))
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Scores tokens, and keeps a reference to the result while something is being measured."""
@@ -112,15 +117,19 @@ class MismatchMetrics:
         """
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         infinite = rewards.isinf()
+        names: list[str] = self.reward_func_names  # type: ignore[attr-defined]
         if infinite.any():
-            names: list[str] = self.reward_func_names  # type: ignore[attr-defined]
             found = [(name, int(n)) for name, n in zip(names, infinite.sum(0).tolist(), strict=True) if n]
             given = ", ".join(f"{n} of {len(rewards)} rewards of {name} are infinite" for name, n in found)
             raise PrecisionError([refuse("infinite-rewards", given, function=found[0][0])])
         if self._mismatch.on:
-            without = rewards.isnan().all(1).double().mean().item()
-            mode = "train" if self.model.training else "eval"
-            self._metrics[mode]["precision/unrewarded_frac"].append(without)  # type: ignore[attr-defined]
+            missing = rewards.isnan().cpu()
+            columns = {"": missing.all(1)}
+            if rewards.shape[1] > 1:  # a function that gives none is left out of the sum, and nothing would show it
+                columns |= {f"/{name}": missing[:, number] for number, name in enumerate(names)}
+            logged = self._metrics["train" if self.model.training else "eval"]  # type: ignore[attr-defined]
+            for name, column in columns.items():
+                logged[f"precision/unrewarded_frac{name}"].append(column.double().mean().item())
         return rewards
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -299,6 +308,22 @@ class MismatchRecord:
         if why not in self._said and self._trainer.args.process_index == 0:
             logger.warning("precision/logp_mismatch_* are absent: %s", why)
         self._said.add(why)
+
+
+def _with_finite_weights(batch: Any) -> Any:
+    """A rollout batch whose importance weights are all finite.
+
+    Raises:
+        PrecisionError: If one is not.
+    """
+    weights = batch.get("importance_sampling_ratio")
+    if weights is None or weights.isfinite().all():
+        return batch
+    what, fix = "infinite", "`vllm_importance_sampling_clip_max=3.0`"
+    if weights.isnan().any():  # before TRL 1.16, which lets such a token weigh 1
+        what, fix = "missing", "`vllm_importance_sampling_correction=False`, or pip install 'trl>=1.16'"
+    given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
+    raise PrecisionError([refuse("importance-weights-not-finite", given, what=what, fix=fix)])
 
 
 def limits_of(args: Any) -> Limits | None:

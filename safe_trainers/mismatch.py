@@ -14,7 +14,7 @@ top-k, top-p, min-p and penalties). S is the sum of D over a sequence, w = exp(S
 | `seq_ess` | (sum of w)^2 / (n * sum of w^2): 1 where all n sequences weigh alike | share | Kish 1965 |
 | `is_masked_frac` | tokens beyond TRL's limits of importance sampling / tokens | share | TRL's `vllm_importance_*` |
 | `mismatch_pos_<first>_<last>` | mean of abs(D) at these positions of the completion, from 0 | nats | |
-| `unscored_frac` | tokens without a finite D, which are in nothing else, / tokens | share | |
+| `unscored_frac` | tokens without a finite D, which are in no mean, / tokens | share | |
 
 Schulman 2020: http://joschu.net/blog/kl-approx.html. eps is the spacing of the run's compute dtype at 1 (2^-7 for
 bfloat16, 2^-10 for float16): a log-probability is a difference of logits of about its size, and each is rounded by up
@@ -22,6 +22,8 @@ to half the spacing there. bfloat16 and float16 show about the same `ulp`; far a
 
 Every mean is a sum over all tokens (or sequences) of all ranks and micro-batches since the last log, over their
 number, in float64. D, and S before `exp`, are cut off at plus and minus 300, beyond which no estimate means anything.
+`is_masked_frac` counts as TRL masks: a token whose log p_sampler is NaN weighs 1; where it is minus infinity, its
+weight is infinite, and so is that of its sequence.
 """
 
 import math
@@ -84,13 +86,14 @@ def tally(
     counted = mask.to(device) != 0  # (B, C)
     difference = trainer - sampler
     scored = counted & difference.isfinite()
+    outside = torch.zeros_like(scored)
+    if limits is not None:
+        weighed = difference.where(counted, 0.0).nan_to_num(nan=0.0)
+        outside = counted & limits.outside(weighed.sum(1, keepdim=True) if limits.sequences else weighed)
     difference = difference.where(scored, 0.0).clamp(-LIMIT, LIMIT)
     size = difference.abs()
     relative = size / sampler.where(scored, 0.0).abs().clamp(min=1.0)
     ratio, some = difference.sum(1), scored.any(1)  # (B,)
-    outside = torch.zeros_like(scored)
-    if limits is not None:
-        outside = scored & (limits.outside(ratio).unsqueeze(1) if limits.sequences else limits.outside(difference))
     weight = ratio.clamp(-LIMIT, LIMIT).exp() * some
     tokens = torch.stack(
         [counted, scored, size, difference, difference.expm1() - difference, relative, outside]
@@ -148,8 +151,8 @@ def metrics(total: torch.Tensor, dtype: str = "float32", limits: Limits | None =
             "seq_logratio_std": math.sqrt(max(seen["ratio_square"] / n - mean * mean, 0.0)),
             "seq_ess": seen["weight"] ** 2 / (n * seen["weight_square"]),
         }
-        if limits is not None:
-            found["is_masked_frac"] = seen["outside"] / tokens
+    if limits is not None:
+        found["is_masked_frac"] = seen["outside"] / seen["tokens"]
     for first, following in zip(POSITIONS, (*POSITIONS[1:], None), strict=True):
         if seen[f"scored_{first}"]:
             last = "up" if following is None else following - 1

@@ -45,6 +45,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "adapter-dtype-cannot-be-scaled",
         "adapters-not-captured",
         "infinite-rewards",
+        "importance-weights-not-finite",
         "loss-scale-out-of-range",
         "steps-out-of-range",
         "optimizer-steps-skipped",
@@ -72,6 +73,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "vllm-refuses-fp16",
         "vllm-server-computes-otherwise",
         "vllm-holds-packed-weights",
+        "fsdp-sends-packed-weights",
     }
 
 

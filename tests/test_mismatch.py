@@ -17,11 +17,12 @@ def reference(rows, dtype="float32", limits=None):
     """
     tokens, scored, sequences, positions, outside = 0, [], [], {}, 0
     for trainer, sampler, counts in rows:
-        differences = []
+        differences, weighed = [], []
         for place, (p, q, counted) in enumerate(zip(trainer, sampler, counts, strict=True)):
             if not counted:
                 continue
             tokens += 1
+            weighed.append(0.0 if math.isnan(p - q) else p - q)
             if math.isfinite(p) and math.isfinite(q):
                 d = max(min(p - q, LIMIT), -LIMIT)
                 differences.append(d)
@@ -29,12 +30,11 @@ def reference(rows, dtype="float32", limits=None):
                 bucket = max(first for first in POSITIONS if first <= place)
                 positions.setdefault(bucket, []).append(abs(d))
         if differences:
-            total = math.fsum(differences)
-            sequences.append(total)
-            if limits is not None:
-                ratios = [total] * len(differences) if limits.sequences else differences
-                low, high = limits.low or 0.0, math.inf if limits.high is None else limits.high
-                outside += sum(not low <= math.exp(min(ratio, 700.0)) <= high for ratio in ratios)
+            sequences.append(math.fsum(differences))
+        if limits is not None:
+            ratios = [sum(weighed)] * len(weighed) if limits.sequences else weighed
+            low, high = limits.low or 0.0, math.inf if limits.high is None else limits.high
+            outside += sum(not low <= math.exp(min(ratio, 700.0)) <= high for ratio in ratios)
     if not tokens:
         return {}
     found = {"unscored_frac": 1 - len(scored) / tokens}
@@ -51,11 +51,11 @@ def reference(rows, dtype="float32", limits=None):
             "seq_logratio_std": math.sqrt(math.fsum((s - mean) ** 2 for s in sequences) / n),
             "seq_ess": math.fsum(weights) ** 2 / (n * math.fsum(w * w for w in weights)),
         }
-        if limits is not None:
-            found["is_masked_frac"] = outside / len(scored)
         for first, sizes in positions.items():
             following = [later - 1 for later in POSITIONS if later > first]
             found[f"mismatch_pos_{first}_{following[0] if following else 'up'}"] = math.fsum(sizes) / len(sizes)
+    if limits is not None:
+        found["is_masked_frac"] = outside / tokens
     return {f"precision/{name}": value for name, value in found.items()}
 
 
@@ -198,7 +198,7 @@ def test_one_heavy_sequence_is_all_that_is_effective():
 
 def trl_masks(difference, mask, mode, low, high):
     """Which tokens TRL 1.16 clips or masks, by the code of its `_generate_and_score_completions`."""
-    difference = difference * mask
+    difference = torch.nan_to_num(difference * mask, nan=0.0)
     difference = difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference
     ratio = torch.exp(difference)
     low = -math.inf if low is None else low
@@ -208,8 +208,12 @@ def trl_masks(difference, mask, mode, low, high):
 
 @pytest.mark.parametrize("mode", ["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"])
 @pytest.mark.parametrize(("low", "high"), [(None, 3.0), (0.5, 2.0), (0.5, None)])
-def test_the_masked_share_is_that_of_trl(mode, low, high):
+@pytest.mark.parametrize("broken", [None, math.nan, -math.inf, math.inf])
+def test_the_masked_share_is_that_of_trl(mode, low, high, broken):
+    """Tokens without a log-probability too: one that is infinite takes its whole sequence with it."""
     trainer, sampler, mask = batch(40, 6, scale=0.6)
+    if broken is not None:
+        sampler[:10, 2] = broken
     limits = Limits(low, high, mode.startswith("sequence"))
     found = metrics(tally(trainer, sampler, mask, limits), limits=limits)["precision/is_masked_frac"]
     assert 0 < found < 1

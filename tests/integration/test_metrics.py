@@ -9,6 +9,7 @@ from pathlib import Path
 import cells
 import pytest
 import torch
+import vllm_stand_in
 from cells import Cell
 from datasets import Dataset
 from peft import LoraConfig
@@ -17,7 +18,7 @@ from test_mismatch import reference
 from transformers import TrainerCallback
 
 from safe_trainers import PrecisionError, SafeGRPOConfig, SafeGRPOTrainer, tiny
-from safe_trainers.metrics import limits_of
+from safe_trainers.metrics import _with_finite_weights, limits_of
 from safe_trainers.sampled import SAMPLER_KEY
 from safe_trainers.testing import fp16_on_cpu
 
@@ -39,7 +40,7 @@ def ours(entry, prefix=""):
     """What a log says of rollouts."""
     named = {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
     wanted = ("precision/logp_", "precision/seq_", "precision/mismatch_", "precision/un", "precision/is_masked")
-    return {k: v for k, v in named.items() if k.startswith(wanted) and k != "precision/unrewarded_frac"}
+    return {k: v for k, v in named.items() if k.startswith(wanted) and not k.startswith("precision/unrewarded")}
 
 
 def logged(trainer):
@@ -380,7 +381,72 @@ def test_a_sampler_without_any_is_counted_whole():
 
     trainer = SafeGRPOTrainer(**made, rollout_func=rollout)
     trainer.train()
-    assert [ours(entry) for entry in logged(trainer)] == [{"precision/unscored_frac": 1.0}] * 2
+    expected = {"precision/unscored_frac": 1.0, "precision/is_masked_frac": 0.0}  # each token weighs 1
+    assert [ours(entry) for entry in logged(trainer)] == [expected] * 2
+
+
+UNLIMITED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None,
+             "vllm_importance_sampling_clip_min": 0.1}  # fmt: skip
+
+
+def sampled_by_vllm(monkeypatch, broken, safe=True, **changes):
+    """vLLM's stand-in samples, and the first token of each completion has a broken log-probability."""
+    stand_in = vllm_stand_in.install(monkeypatch)
+    reset_accelerate()
+    complete = stand_in.LLM._complete
+
+    def completes(self, ids, params):
+        made = complete(self, ids, params)
+        for entry in made.logprobs[0].values():
+            entry.logprob = broken
+        return made
+
+    monkeypatch.setattr(stand_in.LLM, "_complete", completes)
+    cell, classes = Cell("text", "grpo", "fp32", None), cells.SAFE if safe else cells.STOCK
+    made = cells.arguments(cell, (cells.SAFE_CONFIG if safe else cells.PLAIN)["grpo"], use_vllm=True,
+                           vllm_mode="colocate", **changes)  # fmt: skip
+    return classes["grpo"](**made)
+
+
+@pytest.mark.parametrize("mode", ["sequence_mask", "token_mask"])
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_what_trl_masks_for_a_broken_log_probability_of_vllm_is_counted(broken, mode, monkeypatch):
+    trainer = sampled_by_vllm(monkeypatch, broken, vllm_importance_sampling_mode=mode)
+    trainer.train()
+    assert len(logged(trainer)) == 2
+    for entry in logged(trainer):
+        assert entry["precision/unscored_frac"] == 0.25
+        masked = 0.0 if math.isnan(broken) else 1.0 if mode == "sequence_mask" else 0.25
+        assert entry["precision/is_masked_frac"] == masked
+        assert (entry["grad_norm"] == 0) is (masked == 1)  # nothing is learned, and the metric says why
+        assert all(math.isfinite(value) for value in ours(entry).values())
+
+
+def test_importance_weights_that_are_not_finite_are_refused_where_stock_loses_its_weights(monkeypatch):
+    stock = sampled_by_vllm(monkeypatch, -math.inf, safe=False, **UNLIMITED)
+    with contextlib.suppress(RuntimeError):  # what samples meets it in the second step
+        stock.train()
+    assert not any(p.isfinite().all() for p in stock.model.parameters())
+    vllm_stand_in.forget_process(monkeypatch)
+    trainer = sampled_by_vllm(monkeypatch, -math.inf, **UNLIMITED)
+    with pytest.raises(PrecisionError, match="importance-weights-not-finite") as refused:
+        trainer.train()
+    assert "4 of 16 importance weights are not finite" in str(refused.value)
+    assert "`vllm_importance_sampling_clip_max=3.0`" in str(refused.value)
+    vllm_stand_in.forget_process(monkeypatch)
+    trainer = sampled_by_vllm(monkeypatch, -math.inf, **UNLIMITED | {"vllm_importance_sampling_clip_max": 3.0})
+    trainer.train()
+    assert all(math.isfinite(entry["grad_norm"]) for entry in logged(trainer))
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_a_missing_importance_weight_names_what_mends_it():
+    """Before 1.16 TRL hands NaN on."""
+    batch = {"importance_sampling_ratio": torch.tensor([[1.0, math.nan]])}
+    with pytest.raises(PrecisionError, match="`vllm_importance_sampling_correction=False`"):
+        _with_finite_weights(batch)
+    batch["importance_sampling_ratio"][0, 1] = 0.0
+    assert _with_finite_weights(batch) is batch
 
 
 # ---- Where there is nothing to compare ----
@@ -450,12 +516,22 @@ def test_a_reward_that_is_no_number_is_counted_and_reaches_no_loss(task, value):
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("value", [None, math.nan])
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
-def test_where_another_function_gives_a_number_nothing_is_counted(task):
+def test_of_several_functions_each_is_counted(task, value):
+    """TRL leaves one without a number out of the sum, and logs nothing of it."""
     made = cells.arguments(Cell("text", task, "fp32", None), cells.SAFE_CONFIG[task])
-    trainer = cells.SAFE[task](**{**made, "reward_funcs": [rewards(None, {0, 1}), rewards(None, {2})]})
+    length, style = rewards(value, {0, 1}), rewards(value, {2})
+    length.__name__, style.__name__ = "length", "style"
+    trainer = cells.SAFE[task](**{**made, "reward_funcs": [length, style]})
     trainer.train()
-    assert [entry["precision/unrewarded_frac"] for entry in logged(trainer)] == [0.0, 0.0]
+    for entry in logged(trainer):
+        found = {key: share for key, share in entry.items() if key.startswith("precision/unrewarded")}
+        assert found == {
+            "precision/unrewarded_frac": 0.0,
+            "precision/unrewarded_frac/length": 0.5,
+            "precision/unrewarded_frac/style": 0.25,
+        }
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
