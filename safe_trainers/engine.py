@@ -44,13 +44,14 @@ def sampler_dtype(policy: PrecisionPolicy, census: Census) -> str:
     return max(weights, key=lambda dtype: weights[dtype])
 
 
-def refused(model: nn.Module, dtype: str | None, colocated: bool) -> Iterator[Problem]:
+def refused(model: nn.Module, dtype: str | None, colocated: bool, fsdp: bool = False) -> Iterator[Problem]:
     """What vLLM could not sample from, known before an engine is built.
 
     Args:
         model: The policy model.
         dtype: The dtype that it would sample in; `None` where that is left to upstream.
         colocated: Whether the engine is built from the model's own checkpoint, and not by a server.
+        fsdp: Whether FSDP shards the model, so that TRL gathers and merges its layers in a way of its own.
 
     Yields:
         The refusals.
@@ -59,8 +60,12 @@ def refused(model: nn.Module, dtype: str | None, colocated: bool) -> Iterator[Pr
     kind = getattr(getattr(base, "config", None), "model_type", None)
     if dtype == FLOAT16 and kind in FLOAT16_REFUSED:
         yield refuse("vllm-refuses-fp16", f"a {kind} model in float16 with use_vllm=True", kind=kind)
+    method = quantization_method(base)
+    packed = method in ("4bit", "8bit")
+    if fsdp and packed:
+        yield refuse("fsdp-sends-packed-weights", f"a model quantised to {method} under FSDP with use_vllm=True")
     prequantised = getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False)
-    if colocated and prequantised and quantization_method(base) in ("4bit", "8bit"):
+    if colocated and prequantised and packed:
         given = f"a checkpoint that bitsandbytes packed, {base.config._name_or_path!r}, with use_vllm=True"
         yield refuse("vllm-holds-packed-weights", given, fix="the unquantised checkpoint, with `quantization_config`")
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.training_args import ParallelMode
 
 from . import engine
 from .captures import VLLM_MODULE, engines
 from .census import Census
 from .contract import ABSENT, COVERED, ROLLOUT_METHOD, SafetyContract, batches_continuously
 from .device import Device
-from .dtypes import from_torch, to_torch
+from .dtypes import HALVES, from_torch, to_torch
 from .errors import PrecisionError, PrecisionWarning, Problem, refuse, warn
 from .merged import unmergeable
 from .policy import PrecisionPolicy
@@ -92,7 +93,7 @@ class AlignedRollouts:
     def _refused(self, model: nn.Module, args: Any) -> Iterator[Problem]:
         if getattr(args, "use_vllm", False):
             dtype = self.sampler_dtype if self._is_aligned(args) else None
-            yield from engine.refused(model, dtype, getattr(args, "vllm_mode", None) == "colocate")
+            yield from engine.refused(model, dtype, _is_colocated(args), _uses_fsdp(args))
             problem = unmergeable(model) if hasattr(model, "peft_config") and not _shards(args) else None
             if problem is not None:
                 fix = "`use_vllm=False`: the model's own `generate` runs with the adapter as it is"
@@ -124,7 +125,8 @@ class AlignedRollouts:
             given = f"fp32_modules, such as {modules[0]}, with use_vllm=True"
             yield warn("sampler-without-fp32-modules", given, dtype=self.sampler_dtype)
         version = engine.installed_version()
-        if uses_vllm and engine.cascade_is_wrong(type(self).precision_device(args), version):
+        colocated = uses_vllm and _is_colocated(args)  # of a server's version and GPU nothing is known here
+        if colocated and engine.cascade_is_wrong(type(self).precision_device(args), version):
             yield warn("cascade-attention-off", f"vLLM {version}", mended=engine.CASCADE_ATTENTION_MENDED)
 
     def _told(self, module: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -146,8 +148,13 @@ class AlignedRollouts:
 
     def _wrap_sync(self, generation: Any) -> None:
         """Lets TRL's weight sync send merged weights without merging; this trainer's alone."""
-        if not hasattr(generation.model, "peft_config") or self.is_fsdp_enabled:
-            return  # FSDP gathers the layers that TRL merges, in a way of its own
+        if not hasattr(generation.model, "peft_config"):
+            return
+        if self.is_fsdp_enabled:  # the layers that TRL merges are gathered in a way of their own
+            halves = " and ".join(sorted(self.precision_census.weights & HALVES))
+            if halves:
+                self._warn_once(warn("fsdp-merges-in-place", f"adapters on a {halves} base under FSDP, with vLLM"))
+            return
         measure = getattr(self.args, "precision_metrics", True)
         dtype = to_torch(self.sampler_dtype) if self._is_aligned(self.args) else None
         self._sync = sync = AdapterSync(generation.model, dtype, measure)
@@ -280,11 +287,19 @@ def differing_dtypes(model: nn.Module, like: nn.Module) -> list[tuple[nn.Paramet
     ]
 
 
+def _is_colocated(args: Any) -> bool:
+    return getattr(args, "vllm_mode", None) == "colocate"
+
+
+def _uses_fsdp(args: Any) -> bool:
+    # transformers sets it when it reads `fsdp`, and accelerate's launcher from its own config.
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in {"1", "true"}
+    return asked and args.parallel_mode == ParallelMode.DISTRIBUTED
+
+
 def _shards(args: Any) -> bool:
     """Whether weights will not all be in this process: FSDP, or DeepSpeed's ZeRO-3."""
-    # transformers sets it when it reads `fsdp`, and accelerate's launcher from its own config.
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in {"1", "true"}
-    return fsdp or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0) == 3
+    return _uses_fsdp(args) or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0) == 3
 
 
 @contextlib.contextmanager

@@ -7,12 +7,14 @@ import warnings
 import cells
 import pytest
 import torch
+import transformers
 import trl
 import vllm_stand_in
 from cells import Cell
 from peft import LoraConfig, get_peft_model
 from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.training_args import ParallelMode
 
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning, SafeGRPOConfig, engine
 from safe_trainers.device import Device
@@ -449,6 +451,45 @@ def test_cascade_attention_is_said_once(vllm, monkeypatch):
         with_vllm(monkeypatch, Cell("text", "grpo", "fp32", None), trainer_class=old).train()
     assert len([w for w in caught if "cascade-attention-off" in str(w.message)]) == 1
     assert vllm.ENGINES[0].arguments["disable_cascade_attn"] is True
+
+
+def test_cascade_attention_of_a_server_is_not_said_to_be_off(server, monkeypatch):
+    monkeypatch.setattr(engine, "installed_version", lambda: "0.10.2")
+    monkeypatch.setattr(server, "dtype", "float32")
+    old = type("OnAnA100", (cells.SAFE["grpo"],), {"precision_device": classmethod(lambda cls, args: A100)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with_vllm(monkeypatch, Cell("text", "grpo", "fp32", None), trainer_class=old, vllm_mode="server")
+    assert not [w for w in caught if "cascade-attention-off" in str(w.message)]
+
+
+# --- FSDP, which takes several processes: what is decided before, and without, them ----------------------------------
+
+
+@pytest.mark.parametrize("loaded", ["load_in_4bit", "load_in_8bit"])
+def test_packed_weights_under_fsdp_are_refused(loaded, vllm, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(**{loaded: True})
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), quantization_config=config)
+    adapter = LoraConfig(target_modules=["q_proj"])
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(transformers.TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
+    with pytest.raises(PrecisionError, match="fsdp-sends-packed-weights") as caught:
+        with_given(monkeypatch, model, peft_config=adapter)
+    assert f"quantised to {loaded[-4:]}" in str(caught.value)
+    assert vllm.ENGINES == []
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+def test_a_base_that_fsdp_lets_drift_is_said(weights, vllm, monkeypatch):
+    trainer = with_vllm(monkeypatch, Cell("text", "grpo", weights, "bf16", lora=True))
+    trainer.is_fsdp_enabled = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer._wrap_sync(trainer.vllm_generation)
+    said = [str(w.message) for w in caught if "fsdp-merges-in-place" in str(w.message)]
+    assert len(said) == (weights == "bf16")
+    assert all(text.startswith("adapters on a bfloat16 base under FSDP") for text in said)
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
