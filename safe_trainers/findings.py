@@ -41,7 +41,17 @@ REFUSALS = _index(
         "half-weights-under-other-autocast",
         "autocast would round {weights} weights to {compute} in every operation and leave the others alone, so that "
         "two half formats meet: some models crash there, and none computes what either format promises.",
-        "load the weights in the compute dtype, {load}, or set `{flag}=True`",
+        "load the weights in the compute dtype, {load}, or {switch} instead",
+    ),
+    Finding(
+        "half-weights-under-fp32",
+        "without autocast each operation follows its weights, and would compute in {weights}.",
+        "load the weights in float32, {load}, or {switch}",
+    ),
+    Finding(
+        "two-half-formats",
+        "a run computes in one of them.",
+        "drop one of the two, or write `precision='bf16'` or `precision='fp16'` alone",
     ),
     Finding(
         "bf16-is-emulated",
@@ -62,7 +72,7 @@ REFUSALS = _index(
         "adapter-dtype-cannot-be-scaled",
         "fp16 scales the loss, and the scaler of {device} cannot unscale bfloat16 gradients: the optimizer would fail "
         "at the first step.",
-        "drop `adapter_dtype='bfloat16'`, or use `bf16=True`",
+        "drop `adapter_dtype='bfloat16'`, or use {switch}",
     ),
     Finding(
         "adapters-not-captured",
@@ -296,7 +306,7 @@ WARNINGS = _index(
         "fp16-on-cpu",
         "accelerate has neither autocast nor a loss scaler for fp16 on this device and says nothing: the run computes "
         "in the weights' own dtype, {weights}.",
-        "drop `fp16=True`, or use `bf16=True`",
+        "{fix}",
     ),
     Finding(
         "half-trainables",

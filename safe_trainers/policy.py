@@ -156,7 +156,8 @@ def resolve_compute(flags: Flags, device: Device) -> tuple[Choice, tuple[Problem
     """
     if flags.precision is None:
         if flags.fp16:
-            return Choice(FLOAT16, "fp16=True"), ()
+            both = (refuse("two-half-formats", "bf16=True with fp16=True"),) if flags.bf16 else ()
+            return Choice(FLOAT16, "fp16=True"), both
         if flags.bf16:
             return Choice(BFLOAT16, "bf16=True"), ()
         if flags.bf16 is False:
@@ -207,7 +208,10 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
         autocast = Choice(OFF, requested.reason)
     elif requested.value == FLOAT16 and not scaled:
         autocast = Choice(OFF, f"accelerate has no fp16 autocast on {device}")
-        warnings.append(warn("fp16-on-cpu", f"{requested.reason} on {device}", weights=weights))
+        fix = f"drop `fp16=True`, or use {_switch(flags, BFLOAT16)}"
+        if flags.precision is not None:
+            fix = f"{_switch(flags, FLOAT32)}, or {_switch(flags, BFLOAT16)}"
+        warnings.append(warn("fp16-on-cpu", f"{requested.reason} on {device}", weights=weights, fix=fix))
     else:
         autocast = Choice(requested.value, requested.reason)
 
@@ -223,7 +227,7 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
     if flags.rollout_compute not in ROLLOUT_COMPUTE:
         found.append(_unknown_choice("rollout_compute", flags.rollout_compute, ROLLOUT_COMPUTE))
     found += _contradictions(requested, autocast, compute, device, model, flags)
-    adapter, contradiction = _adapter(flags, device, model, compute, scaled)
+    adapter, contradiction = _adapter(flags, device, model, requested, compute, scaled)
     found += contradiction
     aligned = flags.rollout_compute != "stock"
     if not aligned and autocast.value != OFF:
@@ -257,7 +261,7 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
 
 
 def _adapter(
-    flags: Flags, device: Device, model: Model, compute: Choice, scaled: bool
+    flags: Flags, device: Device, model: Model, requested: Choice, compute: Choice, scaled: bool
 ) -> tuple[Choice, list[Problem]]:
     """What adapters are held in, as far as it follows from plain values."""
     asked = parse_dtype(flags.adapter_dtype, field="adapter_dtype")
@@ -265,8 +269,8 @@ def _adapter(
     if asked not in ADAPTER_DTYPES:
         return Choice(asked, reason), [_unknown_choice("adapter_dtype", flags.adapter_dtype, ADAPTER_DTYPES)]
     if asked == BFLOAT16 and scaled and BFLOAT16 in (device.unscalable or ()):
-        given = f"{reason} with fp16=True"
-        return Choice(asked, reason), [refuse("adapter-dtype-cannot-be-scaled", given, device=device)]
+        given, switch = f"{reason} with {requested.reason}", _switch(flags, BFLOAT16)
+        return Choice(asked, reason), [refuse("adapter-dtype-cannot-be-scaled", given, device=device, switch=switch)]
     if asked != AUTO:
         return Choice(asked, reason), []
     if scaled:
@@ -284,22 +288,41 @@ def _contradictions(
     half = model.weights & HALVES if model.quantization is None else frozenset()
     clashing = half - {autocast.value} if autocast.value != OFF else frozenset()
     for weights in sorted(clashing):
-        wanted = autocast.value
-        load = f"`model.to(torch.{wanted})`" if model.live else f"`model_init_kwargs={{'dtype': '{wanted}'}}`"
         yield refuse(
             "half-weights-under-other-autocast",
             f"{weights} weights with {requested.reason}",
             weights=weights,
-            compute=wanted,
-            load=load,
-            flag=FLAG_OF[weights],
+            compute=autocast.value,
+            load=_load(model, autocast.value),
+            switch=_switch(flags, weights),
         )
+    if flags.precision is not None and parse_dtype(flags.precision, field="precision") == FLOAT32:
+        for weights in sorted(model.weights & HALVES):
+            yield refuse(
+                "half-weights-under-fp32",
+                f"{weights} weights with {requested.reason}",
+                weights=weights,
+                load=_load(model, FLOAT32),
+                switch=_switch(flags, weights),
+            )
     if requested.value == BFLOAT16 and device.emulates_bf16:
         config = f'{flags.config}(precision="fp16"), or ' if flags.config else ""
         yield refuse("bf16-is-emulated", f"{requested.reason} on {device}", device=device, config=config)
     attention = model.attn_implementation or ""
     if _FLASH_ATTENTION.search(attention) and compute.value == FLOAT32:
         yield refuse("flash-attention-needs-half", f"attn_implementation={attention!r} with float32 compute")
+
+
+def _load(model: Model, dtype: str) -> str:
+    """How to load the weights of a model in a dtype."""
+    if not model.live:
+        return f"`model_init_kwargs={{'dtype': '{dtype}'}}`"
+    return f"`model.to(torch.{dtype})`" if model.quantization is None else f"`from_pretrained(..., dtype='{dtype}')`"
+
+
+def _switch(flags: Flags, dtype: str) -> str:
+    """What to write instead to compute in a dtype: in the field that decided."""
+    return f"`{FLAG_OF[dtype]}=True`" if flags.precision is None else f"`precision={SHORT[dtype]!r}`"
 
 
 def _unknown_choice(field: str, value: str, accepted: tuple[str, ...]) -> Problem:

@@ -31,6 +31,8 @@ def test_the_list_of_refusals_is_the_committed_one():
         "unknown-choice",
         "precision-contradicts-flag",
         "half-weights-under-other-autocast",
+        "half-weights-under-fp32",
+        "two-half-formats",
         "bf16-is-emulated",
         "flash-attention-needs-half",
         "half-trainables-under-loss-scaling",

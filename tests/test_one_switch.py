@@ -6,8 +6,9 @@ import torch
 from cells import Cell
 from peft import LoraConfig
 from policing import reset_accelerate
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from safe_trainers import PrecisionError
 from safe_trainers.testing import fp16_on_cpu
 
 
@@ -62,3 +63,18 @@ def test_without_precision_nothing_is_chosen():
     reset_accelerate()
     made = cells.arguments(Cell("text", "sft", "fp32", "bf16"), cells.SAFE_CONFIG["sft"], model_init_kwargs=None)
     assert held(cells.SAFE["sft"](**made, peft_config=LORA)) == ({"float32"}, {"float32"})
+
+
+def test_weights_that_contradict_it_are_refused_and_both_lines_work():
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
+    with pytest.raises(PrecisionError, match="half-weights-under-fp32") as caught:
+        build("fp32", LORA, model=model)
+    assert "`model.to(torch.float32)`, or `precision='bf16'`" in str(caught.value)
+    assert build("bf16", LORA, model=model).precision_policy.compute.value == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
+    assert build("fp32", LORA, model=model.to(torch.float32)).precision_policy.compute.value == "float32"
+
+
+def test_both_flags_are_refused_before_one_of_them_is_overruled():
+    with pytest.raises(PrecisionError, match="two-half-formats"):
+        cells.SAFE_CONFIG["grpo"](**cells.settings(Cell("text", "grpo", "fp32", "bf16"), fp16=True))

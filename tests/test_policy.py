@@ -74,6 +74,9 @@ TABLE = [
     (Flags(bf16=True), A100, FLASH_FP32, "bfloat16", "bfloat16", "off", ()),
     (Flags(bf16=False), A100, FLASH_KERNEL_BF16, "bfloat16", "off",
      "off", ()),
+    (Flags(precision="fp32"), A100, BF16, "bfloat16", "off", "off", ("half-weights-under-fp32",)),
+    (Flags(precision="auto"), CPU, BF16, "bfloat16", "off", "off", ()),
+    (Flags(bf16=True, fp16=True), A100, FP32, "float16", "float16", "dynamic", ("two-half-formats",)),
     (Flags(bf16=True, rollout_compute="stock"), A100, FP32, "bfloat16", "bfloat16", "off", ("rollout-not-aligned",)),
     (Flags(bf16=True, rollout_compute="trainig"), A100, FP32, "bfloat16", "bfloat16", "off", ("unknown-choice",)),
 ]  # fmt: skip
@@ -93,6 +96,8 @@ def test_every_refusal_and_warning_of_plain_values_is_in_the_table():
     in_table = {finding for row in TABLE for finding in row[-1]}
     assert in_table == {
         "half-weights-under-other-autocast",
+        "half-weights-under-fp32",
+        "two-half-formats",
         "bf16-is-emulated",
         "flash-attention-needs-half",
         "precision-contradicts-flag",
@@ -111,8 +116,8 @@ def test_all_problems_come_in_one_error():
         "- float16 weights with bf16=True\n"
         "  why: autocast would round float16 weights to bfloat16 in every operation and leave the others alone, so "
         "that two half formats meet: some models crash there, and none computes what either format promises.\n"
-        "  fix: load the weights in the compute dtype, `model_init_kwargs={'dtype': 'bfloat16'}`, or set `fp16=True`  "
-        "[half-weights-under-other-autocast]\n"
+        "  fix: load the weights in the compute dtype, `model_init_kwargs={'dtype': 'bfloat16'}`, or `fp16=True` "
+        "instead  [half-weights-under-other-autocast]\n"
         "- bf16=True on V100 (compute capability 7.0)\n"
         "  why: V100 (compute capability 7.0) has no bfloat16 arithmetic (it needs compute capability 8.0): torch "
         "emulates it, many times slower.\n"
@@ -126,6 +131,29 @@ def test_the_advice_fits_what_was_passed():
     assert "`model_init_kwargs={'dtype': 'bfloat16'}`" in named
     assert "`model.to(torch.bfloat16)`" in live  # TRL ignores model_init_kwargs for a model that is there
     assert resolve(Flags(bf16=True), T4, FP32).problems[0].fix == "use `fp16=True` with `bf16=False`"
+
+
+def test_the_advice_is_about_the_field_that_decided():
+    """Either flag beside `precision` would be refused."""
+
+    def fixes(model=FP32, device=A100, **flags):
+        policy = resolve(Flags(**flags), device, model)
+        return [problem.fix for problem in (*policy.problems, *policy.warnings)]
+
+    assert fixes(BF16, precision="fp16") == [
+        "load the weights in the compute dtype, `model_init_kwargs={'dtype': 'float16'}`, or `precision='bf16'` "
+        "instead"
+    ]
+    assert fixes(precision="fp16", adapter_dtype="bfloat16") == [
+        "drop `adapter_dtype='bfloat16'`, or use `precision='bf16'`"
+    ]
+    assert fixes(device=CPU, precision="fp16") == ["`precision='fp32'`, or `precision='bf16'`"]
+    assert fixes(device=CPU, fp16=True) == ["drop `fp16=True`, or use `bf16=True`"]
+    assert fixes(BF16, precision="fp32") == [
+        "load the weights in float32, `model_init_kwargs={'dtype': 'float32'}`, or `precision='bf16'`"
+    ]
+    packed = Model(BF16.weights, live=True, quantization="4bit")
+    assert "`from_pretrained(..., dtype='float32')`" in fixes(packed, precision="fp32")[0]
 
 
 def test_master_weights_are_what_is_trained():

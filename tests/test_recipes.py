@@ -265,7 +265,7 @@ def test_a_compute_dtype_without_4_bit_layers_is_refused(recipe):
     ("settings", "compute"),
     [
         ({"precision": "fp32"}, "float32"),
-        ({"precision": "fp32", "dtype": "bfloat16"}, "bfloat16"),
+        ({"precision": ..., "bf16": False, "dtype": "bfloat16"}, "bfloat16"),
         ({"precision": "fp32", "dtype": "auto"}, "float32"),
         ({"precision": "bf16"}, "bfloat16"),
         ({"precision": "bf16", "bnb_4bit_compute_dtype": "bf16"}, "bfloat16"),
@@ -452,7 +452,8 @@ def test_evaluation_during_training(task, recipe, tmp_path):
 
 
 def test_any_spelling_of_a_dtype_works_in_model_init_kwargs(recipe, tmp_path):
-    changes = {"model_init_kwargs": {"dtype": "bf16"}, "max_steps": 1, "dataset_size": 16, "evaluation_size": 0}
+    changes = {"model_init_kwargs": {"dtype": "bf16"}, "precision": ..., "bf16": False}
+    changes |= {"max_steps": 1, "dataset_size": 16, "evaluation_size": 0}
     assert main(["grpo", *recipe(**changes, output_dir="out", save_strategy="no", progress=False)]) == 0
     census = json.loads((tmp_path / "out" / "log.json").read_text())["precision"]["census"]
     assert set(census["elements"]["weights"]) == {"bfloat16"}
