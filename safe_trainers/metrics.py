@@ -65,6 +65,11 @@ class MismatchMetrics:
     def _mismatch_state(self, state: dict[str, torch.Tensor]) -> None:
         self._mismatch.own = dict(state)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see `ExactCheckpoints.train`. What an earlier run of this trainer left unlogged is dropped."""
+        self._mismatch_record = None
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one turn of generation, and keeps what the sampler gave each token."""
         generate: Callable[..., Any] = super()._generate_single_turn  # type: ignore[misc]
@@ -153,7 +158,7 @@ class MismatchMetrics:
             *args: Passed on.
             **kwargs: Passed on.
         """
-        logs.update(self._mismatch.metrics())
+        logs.update(self._mismatch.metrics("train" if "train_loss" in logs else None))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -283,9 +288,14 @@ class MismatchRecord:
         self.own.pop(mode, None)
         self.everyone.pop(mode, None)
 
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the log that is being written; what they are made of starts anew."""
-        mode = self._mode()
+    def metrics(self, mode: str | None = None) -> dict[str, float]:
+        """The metrics of the log that is being written; what they are made of starts anew.
+
+        Args:
+            mode: `"train"` or `"eval"`; by default what the model is in, which the last log of a run may follow
+                an evaluation in.
+        """
+        mode = mode or self._mode()
         total = self.everyone.pop(mode, None)
         found = {} if total is None else metrics(total, self._dtype, self._limits)
         return {f"eval_{name}": value for name, value in found.items()} if mode == "eval" else found

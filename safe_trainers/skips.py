@@ -16,7 +16,8 @@ the default, does: the step is skipped, and the learning-rate schedule goes on
 | `precision/stalled_params` | parameters of which no sampled element moved between the last two looks | parameters |
 
 The first three are logged where the loss is scaled, and are of the whole run, resumed parts included. The others are
-of the steps since the last log, and are left out where these showed nothing.
+of the steps since the last log, and are left out where these showed nothing. Steps after the last log of a loss are in
+the one that ends the run.
 
 The sample is of about 4,096 elements, at least 8 of each parameter, always the same; each stands for an equal part of
 its parameter. It is looked at in every fifth step that is taken with a learning rate above 0. Embeddings do not
@@ -107,7 +108,9 @@ class SkippedSteps(ExactCheckpoints):
             *args: Passed on.
             **kwargs: Passed on.
         """
-        if "loss" in logs and self.model.training and getattr(self.args, "precision_metrics", True):
+        # The last log of a run comes after the last step, which may not have been logged.
+        due = ("loss" in logs and self.model.training) or ("train_loss" in logs and self._steps.unlogged)
+        if due and getattr(self.args, "precision_metrics", True):
             logs.update(self._steps.metrics())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
@@ -135,12 +138,13 @@ class StepRecord:
         skipped: Steps that were skipped so far.
         in_a_row: Those since the last one that was taken.
         taken: Steps that were taken so far.
+        unlogged: Steps since the metrics were last given.
         limit: How many may be skipped in a row.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.skipped = self.in_a_row = self.taken = 0
+        self.skipped = self.in_a_row = self.taken = self.unlogged = 0
         self.limit: int = getattr(trainer.args, "max_consecutive_skips", MAX_CONSECUTIVE_SKIPS)
         self._measures: bool = getattr(trainer.args, "precision_metrics", True)
         self._scale: torch.Tensor | None = None  # before the step
@@ -176,6 +180,7 @@ class StepRecord:
         if self._sample is not None and self._sample.after(skipped):
             self._looked_at = self.taken
         self.taken += not skipped
+        self.unlogged += 1
         if skipped and self.in_a_row >= self.limit:
             raise PrecisionError([self._too_many()])
 
@@ -244,6 +249,7 @@ class StepRecord:
     def metrics(self) -> dict[str, float]:
         """The metrics of the optimizer since the last log, by the names that they are logged under."""
         found: dict[str, float] = {}
+        self.unlogged = 0
         if self._scaler() is not None:
             found["loss_scale"] = self._loss_scale
         if self._scaler() is not None or (self._trainer.args.fp16 and self._trainer.is_deepspeed_enabled):

@@ -1,5 +1,6 @@
 """Skipped steps are seen, hold the schedule and end a run that goes nowhere; the optimizer's metrics are right."""
 
+import itertools
 import json
 import math
 import os
@@ -56,6 +57,8 @@ def build(safe=True, *, infinite=0, flag="fp16", steps=12, weights=torch.float32
     config = (cells.SAFE_CONFIG if safe else cells.PLAIN)["sft"]
     made = cells.arguments(Cell("text", "sft", "fp32", flag), config, steps, model_init_kwargs=None, **changes)
     made["model"] = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=weights)
+    if "eval_strategy" in changes:
+        made["eval_dataset"] = made["train_dataset"]
     trainer = fp16_on_cpu((cells.SAFE if safe else cells.STOCK)["sft"])(**made, callbacks=list(callbacks))
 
     def poison(gradient):
@@ -164,15 +167,16 @@ class Reads(TorchDispatchMode):
 def test_one_read_of_the_device_more_in_each_step(monkeypatch):
     reads = {}
     original = torch.Tensor.tolist
-    for safe in (False, True):
-        trainer = build(safe=safe, steps=12, logging_steps=100)
+    for safe, steps in itertools.product((False, True), (11, 15)):
+        trainer = build(safe=safe, steps=steps, logging_steps=100)
         with Reads() as counter:
             monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (setattr(counter, "count", counter.count + 1),
                                                                   original(t))[1])  # fmt: skip
             trainer.train()
             monkeypatch.undo()
-        reads[safe] = counter.count
-    assert 12 <= reads[True] - reads[False] <= 12 + 4  # and what the one log at the end reads
+        reads[safe, steps] = counter.count
+    stock, safe = (reads[which, 15] - reads[which, 11] for which in (False, True))  # without the log at the end
+    assert safe - stock == 4
 
 
 def test_too_many_in_a_row_are_one_clear_error():
@@ -416,12 +420,21 @@ def test_without_metrics_skips_are_still_seen():
     assert trainer._steps._norms == []
 
 
-def test_evaluations_and_the_last_log_have_none():
+def test_evaluations_have_none_and_the_last_log_what_was_not_logged():
     trainer = build(steps=2)
     trainer.train()
     trainer.log({"eval_loss": 1.0})
     with_metrics = [entry for entry in trainer.state.log_history if any("precision/" in key for key in entry)]
     assert [entry["step"] for entry in with_metrics] == [1, 2]
+    for evaluation in ({}, {"eval_strategy": "steps", "eval_steps": 3}):  # after which the model is in eval mode
+        trainer = build(infinite=2, steps=3, logging_steps=10, **evaluation)
+        trainer.train()
+        last = trainer.state.log_history[-1]
+        assert "train_loss" in last
+        assert (last["precision/skipped_steps"], last["precision/effective_steps"]) == (2, 1)
+        assert last["precision/loss_scale"] == 2.0**14
+        assert math.isfinite(last["precision/grad_norm_finite"])
+        assert set(UPDATES) <= last.keys()
 
 
 @pytest.mark.parametrize("step", [2, 4])

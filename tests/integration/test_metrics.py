@@ -234,6 +234,36 @@ def test_what_was_seen_since_the_last_log_is_in_the_last_one():
     assert set(ours(trainer.state.log_history[-1])) == ALL | {"precision/is_masked_frac"}
 
 
+def test_an_evaluation_after_the_last_step_leaves_the_last_log_its_own():
+    cell = Cell("text", "grpo", "fp32", None)
+    changes = {"logging_steps": 10, "eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4}
+    made = cells.arguments(cell, SafeGRPOConfig, steps=3, max_completion_length=8, **changes)
+    trainer = watched(SafeGRPOTrainer)(**made, eval_dataset=made["train_dataset"].select(range(4)))
+    trainer.train()
+    assert not trainer.model.training
+    evaluated, last = trainer.state.log_history
+    assert set(ours(evaluated, "eval_")) == set(ours(last)) == ALL | {"precision/is_masked_frac"}
+
+
+def test_a_run_begins_with_nothing_of_one_that_was_stopped():
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    cell, stops = Cell("text", "grpo", "fp32", None), Stops()
+    made = cells.arguments(cell, SafeGRPOConfig, steps=1, max_completion_length=8)
+    trainer = watched(SafeGRPOTrainer)(**made, callbacks=[stops])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(stops)
+    trainer.rows = ()
+    trainer.train()
+    (entry,) = logged(trainer)
+    assert ours(entry) == {
+        name: pytest.approx(value, rel=1e-9, abs=1e-15) for name, value in trainer.expected[0].items()
+    }
+
+
 # ---- Nothing else changes ----
 
 UNCHANGED = [
