@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import json
 import math
 import os
@@ -171,13 +172,16 @@ def test_a_suggestion_keeps_the_modules_that_are_there():
     assert trainer.overflow_report.result_finite
 
 
-def test_packed_layers_are_tried_in_float32_and_left_as_they_were(tmp_path):
+def test_packed_layers_are_tried_in_float32_left_as_they_were_and_mended_by_the_line(tmp_path):
     pytest.importorskip("bitsandbytes")
     text(**{"layers.1.mlp.up_proj": 100, "layers.1.mlp.down_proj": 1e5}).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(cells.folder("text")).save_pretrained(tmp_path)
     for settings in ({"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float16}, {"load_in_8bit": True}):
         config = BitsAndBytesConfig(**settings)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16, quantization_config=config)
+        load = functools.partial(
+            AutoModelForCausalLM.from_pretrained, tmp_path, dtype=torch.float16, quantization_config=config
+        )
+        model = load()
         trainer = build("sft", model, lora=True)
         packed = [m for m in model.modules() if type(m).__name__ in ("Linear4bit", "Linear8bitLt")]
         before = [(m.weight.data_ptr(), m.weight.dtype, getattr(m, "compute_dtype", None)) for m in packed]
@@ -186,6 +190,12 @@ def test_packed_layers_are_tried_in_float32_and_left_as_they_were(tmp_path):
         assert before == [(m.weight.data_ptr(), m.weight.dtype, getattr(m, "compute_dtype", None)) for m in packed]
         if "load_in_4bit" in settings:
             assert suggested(error) == ["layers.1.mlp.down_proj"]
+            trainer = build("sft", load(), suggested(error), lora=True, loss_scale_init=2.0**-4)
+            trainer.train()
+            assert trainer.overflow_report.result_finite
+            assert len(norms(trainer)) == 2
+            assert all(0 < norm < math.inf for norm in norms(trainer))
+            assert trainer._steps.skipped == 0
         else:
             assert "llm_int8_skip_modules=['down_proj', 'lm_head']" in str(error.value)
 
