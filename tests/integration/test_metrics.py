@@ -15,7 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from policing import reset_accelerate
 from test_mismatch import reference
-from transformers import TrainerCallback
+from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
 
 from safe_trainers import PrecisionError, SafeGRPOConfig, SafeGRPOTrainer, tiny
 from safe_trainers.metrics import _with_finite_weights, limits_of
@@ -523,6 +523,27 @@ def test_dropout_is_not_measured_as_mismatch(task, caplog):
     (said,) = [r.getMessage() for r in caplog.records if r.name == "safe_trainers.metrics"]
     assert "dropout is active in rollout and loss" in said
     assert trainer.evaluate()[f"eval_{MAX}"] < EXACT
+
+
+def test_dropout_that_is_no_module_is_found(caplog):
+    """OPT calls `nn.functional.dropout` with a rate of its own, which `disable_dropout` does not reach either."""
+    tokenizer = tiny.build_processor("text")
+    for rate in (0.0, 0.1):
+        torch.manual_seed(0)
+        config = OPTConfig(vocab_size=len(tokenizer), hidden_size=16, ffn_dim=32, num_attention_heads=2, dropout=rate,
+                           num_hidden_layers=1, word_embed_proj_dim=16, max_position_embeddings=256)  # fmt: skip
+        made = cells.arguments(Cell("text", "grpo", "fp32", None), SafeGRPOConfig, model_init_kwargs=None)
+        model = OPTForCausalLM(config)
+        with caplog.at_level(logging.WARNING, "safe_trainers.metrics"):
+            trainer = SafeGRPOTrainer(**made | {"model": model}, processing_class=tokenizer)
+            trainer.train()
+        said = [record.getMessage() for record in caplog.records if record.name == "safe_trainers.metrics"]
+        if rate:
+            assert [ours(entry) for entry in logged(trainer)] == [{}] * 2
+            assert "dropout is active in rollout and loss" in said[0]
+        else:
+            assert not said
+            assert max(entry[MAX] for entry in logged(trainer)) < EXACT
 
 
 # ---- Rewards that are no numbers ----
