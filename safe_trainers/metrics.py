@@ -373,6 +373,6 @@ def old_logps(batch: Mapping[str, Any], forwards: list[torch.Tensor]) -> torch.T
 
 
 def _drops_out(module: nn.Module) -> bool:
-    """Whether a module drops out: a dropout module, or one that keeps a rate for `nn.functional.dropout` (OPT, Bloom)."""
+    """Whether a module drops out; some are no dropout but keep a rate for `nn.functional.dropout` (OPT, Bloom)."""
     rates = [module.p] if isinstance(module, _DROPOUTS) else [v for k, v in vars(module).items() if "dropout" in k]
     return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
