@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format matrix slow gpu bench evidence docs compat clean
+.PHONY: help setup demo test lint format matrix slow gpu bench bench-mismatch evidence docs compat clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install into it; runs again only when pyproject.toml or constraints.txt change
 
@@ -57,15 +57,20 @@ gpu: setup ## the tests that need a CUDA device
 bench: setup ## stock and safe side by side: time of a step and of construction, bytes of media
 	@$(BIN)/python benchmarks/step.py
 
+bench-mismatch: setup ## sampler and trainer in bf16, in fp16 and mixed, by length: the table and the plot (10 minutes)
+	@$(BIN)/python benchmarks/mismatch.py
+	@$(BIN)/python docs/build.py
+
 evidence: setup ## run the embedded recipes and their controls again and write docs/tiny_task.md
 	@$(BIN)/python benchmarks/tiny_task.py
 
-docs: setup ## rewrite the pages that are made from the code
+docs: setup ## rewrite the pages that are made from the code, and build the site; any warning is an error
 	@$(BIN)/python docs/build.py
+	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
 
 compat: setup ## the tests of the supported range of versions
 	@$(BIN)/python -m pytest tests/compat
 
 clean: ## remove caches and build outputs; keeps .venv and runs/
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

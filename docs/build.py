@@ -4,6 +4,7 @@ import ast
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 from safe_trainers.errors import REFUSALS, WARNINGS, Finding
 
@@ -79,6 +80,114 @@ def metrics_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+PAIRS = {
+    ("bf16", "bf16"): "bf16 weights, bf16 autocast",
+    ("fp16", "fp16"): "fp16 weights, fp16 autocast",
+    ("bf16", "fp16"): "bf16 weights, **fp16** autocast: fp16 in the trainer alone",
+    ("autocast bf16", "bf16"): "bf16 autocast on both sides",
+    ("autocast fp16", "fp16"): "fp16 autocast on both sides",
+    ("fp32", "fp32"): "fp32 on both sides",
+}
+"""Sampler and trainer of each row of the benchmark of mismatch, in words."""
+
+
+def _mismatch() -> dict[str, Any]:
+    measured: dict[str, Any] = json.loads((ROOT / "benchmarks/results/mismatch.json").read_text(encoding="utf-8"))
+    return measured
+
+
+def mismatch_page() -> str:
+    """The page of sampler against trainer by dtype, as it is written to `mismatch.md`."""
+    measured = _mismatch()
+    found = {(row["sampler"], row["trainer"], row["length"]): row for row in measured["rows"]}
+    lengths = sorted({row["length"] for row in measured["rows"]})
+    versions = ", ".join(f"{package} {number}" for package, number in measured["versions"].items())
+    head = ["| sampler, trainer | " + " | ".join(map(str, lengths)) + " |", "|---" * (len(lengths) + 1) + "|"]
+
+    def table(metric: str, form: str) -> list[str]:
+        rows = [[words, *(format(found[*pair, n][metric], form) for n in lengths)] for pair, words in PAIRS.items()]
+        return [*head, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+    def times(one: tuple[str, str], other: tuple[str, str]) -> str:
+        parts = (found[*one, n]["logp_mismatch_mean"] / found[*other, n]["logp_mismatch_mean"] for n in lengths)
+        return " | ".join(f"{part:.2f}" for part in parts)
+
+    bf16, fp16, alone, *_ = PAIRS
+    cost = measured["cost"]
+    return "\n".join(
+        [
+            "# Sampler and trainer, by dtype",
+            "",
+            "Made from `benchmarks/results/mismatch.json`, which `make bench-mismatch` measures, by `make docs`.",
+            f"`{measured['command']}`; {versions}; {measured['machine']}.",
+            "",
+            "A byte model of 8 layers and 6.5 million parameters, trained for a few minutes on the source of Python's",
+            f"standard library (loss {measured['training']['loss']} nats a byte), samples {measured['sequences']}",
+            "sequences. Weights in half precision, without autocast, are what an inference engine holds; autocast on both",
+            "sides is what the safe trainers do without one. The trainer holds float32 weights. All numbers are what",
+            "`SafeGRPOTrainer` logs; their formulas are in [metrics.md](metrics.md).",
+            "",
+            "![mean mismatch, sequence log-ratio and effective sample size by length](mismatch.png)",
+            "",
+            "Mean abs(D), nats (`precision/logp_mismatch_mean`), by number of tokens:",
+            "",
+            *table("logp_mismatch_mean", ".1e"),
+            "| bf16 over another, in the mean | " + " | ".join(map(str, lengths)) + " |",
+            head[1],
+            f"| over fp16 in sampler and trainer | {times(bf16, fp16)} |",
+            f"| over fp16 in the trainer alone | {times(bf16, alone)} |",
+            "",
+            "k3, nats (`precision/logp_mismatch_k3`):",
+            "",
+            *table("logp_mismatch_k3", ".1e"),
+            "Mean abs(S), nats (`precision/seq_logratio_abs_mean`):",
+            "",
+            *table("seq_logratio_abs_mean", ".3f"),
+            "Effective sample size (`precision/seq_ess`):",
+            "",
+            *table("seq_ess", ".4f"),
+            "## What the metrics cost",
+            "",
+            f"A step of `recipes/grpo/tiny_vlm_bf16.yaml` takes {cost['milliseconds']:.0f} ms of CPU time without any",
+            f"`precision/` metric, and {cost['ratio']:.4f} times that with all of them (quartiles",
+            f"{cost['quartiles'][0]:.4f} to {cost['quartiles'][1]:.4f}; {cost['steps']} steps, turn about).",
+            "",
+        ]
+    )
+
+
+def mismatch_plot(file: Path) -> None:
+    """Draws the page's figure.
+
+    Args:
+        file: Where to.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = {
+        "logp_mismatch_mean": ("mean abs(D), nats", "log"),
+        "seq_logratio_abs_mean": ("mean abs(S), nats", "log"),
+        "seq_ess": ("effective sample size", "linear"),
+    }
+    rows = _mismatch()["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for axes, (metric, (label, scale)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for (sampler, trainer), words in PAIRS.items():
+            if (sampler, trainer) == ("fp32", "fp32"):
+                continue  # four orders of magnitude below
+            line = [row for row in rows if (row["sampler"], row["trainer"]) == (sampler, trainer)]
+            style = {"linestyle": "--"} if sampler.startswith("autocast") else {}
+            axes.plot([row["length"] for row in line], [row[metric] for row in line], marker="o",
+                      label=words.replace("*", ""), **style)  # fmt: skip
+        axes.set(xlabel="tokens", ylabel=label, xscale="log", yscale=scale)
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.minorticks_off()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    FigureCanvasAgg(figure).print_png(str(file), metadata={"Software": None})
+
+
 def _range(values: list[float]) -> str:
     return " to ".join(f"{value:.3f}" for value in values)
 
@@ -96,3 +205,5 @@ if __name__ == "__main__":
     Path(__file__).with_name("refusals.md").write_text(refusals_page(), encoding="utf-8")
     Path(__file__).with_name("cost.md").write_text(cost_page(), encoding="utf-8")
     Path(__file__).with_name("metrics.md").write_text(metrics_page(), encoding="utf-8")
+    Path(__file__).with_name("mismatch.md").write_text(mismatch_page(), encoding="utf-8")
+    mismatch_plot(Path(__file__).with_name("mismatch.png"))

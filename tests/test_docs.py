@@ -3,6 +3,8 @@
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,12 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("name", ["refusals", "cost", "metrics"])
+@pytest.mark.parametrize("name", ["refusals", "cost", "metrics", "mismatch"])
 def test_pages_that_are_made_are_up_to_date(name):
     spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
-    made = {"refusals": build.refusals_page, "cost": build.cost_page, "metrics": build.metrics_page}[name]()
+    made = getattr(build, f"{name}_page")()
     assert (ROOT / "docs" / f"{name}.md").read_text() == made, "run: make docs"
 
 
@@ -41,6 +43,13 @@ def test_links_between_the_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(ROOT / "docs"), str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (built.returncode, built.stderr) == (0, "")
+    assert (tmp_path / "guide.html").is_file()
 
 
 def test_the_first_screen_of_the_readme():
