@@ -19,6 +19,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
 from .arguments import SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
+from .data import DatasetArguments
 from .dtypes import parse_dtype
 from .errors import PrecisionError, RecipeError, hint, nearest
 from .quantized_loading import checkpoint_config
@@ -45,8 +46,8 @@ EMBEDDED_DATASETS = {"shapes": ("prompt", "image", "solution"), "preferences": (
 
 
 @dataclass
-class RecipeArguments:
-    """The keys of a recipe beside TRL's.
+class RecipeArguments(DatasetArguments):
+    """The keys of a recipe beside TRL's; those about the dataset's columns are in `DatasetArguments`.
 
     Attributes:
         needs_images: Refuse a dataset without an `image` or `images` column.
@@ -76,6 +77,7 @@ class RecipeArguments:
     progress: bool = field(default=True, metadata={"help": "Show a progress bar."})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.bnb_4bit_compute_dtype is not None:
             parse_dtype(self.bnb_4bit_compute_dtype, field="bnb_4bit_compute_dtype", allow_auto=False)
         at_least = {"dataset_size": 1, "evaluation_size": 0, "warm_up_steps": 0, "warm_up_batch_size": 1}

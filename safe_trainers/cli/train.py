@@ -255,16 +255,15 @@ def _check_model_exists(recipe: Any) -> None:
 def _datasets(recipe: Any) -> tuple[Any, Any, Any]:
     """The training set, the evaluation set, and held-out examples to score, the last where the data is embedded."""
     from .. import tiny
-    from ..recipes import check_columns, embedded_name
+    from ..recipes import embedded_name
 
     extra, seed = recipe.extra, recipe.training.seed
     embedded = embedded_name(recipe.script.dataset_name)
     if embedded is None:
         splits = _load_dataset(recipe)
-        train = _split(recipe, splits, recipe.script.dataset_train_split)
-        check_columns(recipe, train.column_names or [])
+        train = _prepared(recipe, splits, recipe.script.dataset_train_split)
         evaluated = recipe.training.eval_strategy != "no"
-        return train, _split(recipe, splits, recipe.script.dataset_test_split) if evaluated else None, None
+        return train, _prepared(recipe, splits, recipe.script.dataset_test_split) if evaluated else None, None
     size = max(extra.evaluation_size, 1)
     if embedded == "preferences":
         held_out = tiny.preference_dataset(size, seed, split="heldout")
@@ -290,6 +289,17 @@ def _load_dataset(recipe: Any) -> Any:
         except (FileNotFoundError, ConnectionError, ValueError) as error:
             raise RecipeError(f"dataset {script.dataset_name} cannot be loaded: {error}") from error
     return splits
+
+
+def _prepared(recipe: Any, splits: Any, split: str) -> Any:
+    """A split of the dataset with the columns that the recipe makes of it."""
+    from ..data import prepare_dataset
+    from ..recipes import check_columns
+
+    name = recipe.script.dataset_name or "of the mixture"
+    made = prepare_dataset(_split(recipe, splits, split), recipe.extra, name, needs_images=recipe.extra.needs_images)
+    check_columns(recipe, made.column_names or list(next(iter(made), {})))
+    return made
 
 
 def _split(recipe: Any, splits: Any, name: str) -> Any:
