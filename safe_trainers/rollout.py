@@ -308,24 +308,28 @@ def casts_undone(model: nn.Module, exempt: Iterable[str] = ()) -> Iterator[None]
 
     For continuous batching TRL casts the live model to half precision at each rollout and never back: master weights,
     and what the optimizer makes of them, would be half from the first rollout on. While the block runs, the weights
-    are alive in both: one half copy of what is not half already is the memory that this costs.
+    are alive in both: one half copy of what is not half already is the memory that this costs. Buffers that no
+    checkpoint holds are not cast at all, as in a model that was loaded in half: rotary frequencies in half precision
+    place tokens elsewhere than the trainer does, the farther the later they are.
 
     Args:
         model: The model, wrapped or not. Its parameters stay the same objects.
         exempt: Names, in the base model, of modules that are not cast at all: what enters them is made float32, which
             half weights could not multiply.
     """
-    wide = [unwrap(model).get_submodule(name) for name in exempt]
+    # What `to` of a model calls on each module in it.
+    casts = {m: partial(_cast_but_for_buffers, m) for m in model.modules() if m._non_persistent_buffers_set}
+    casts |= {m: partial(_uncast, m) for m in (unwrap(model).get_submodule(name) for name in exempt)}
     tensors = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
     held = [(tensor, tensor.data) for tensor in tensors if tensor is not None]
     # A cast puts new buffers into a module, where it writes into parameters.
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     try:
-        for module in wide:  # what `to` of a model calls on each module in it
-            vars(module)["_apply"] = partial(_unchanged, module)
+        for module, cast in casts.items():
+            vars(module)["_apply"] = cast
         yield
     finally:
-        for module in wide:
+        for module in casts:
             vars(module).pop("_apply", None)
         for tensor, data in held:
             tensor.data = data
@@ -333,5 +337,12 @@ def casts_undone(model: nn.Module, exempt: Iterable[str] = ()) -> Iterator[None]
             module._buffers.update(own)
 
 
-def _unchanged(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+def _uncast(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    return module
+
+
+def _cast_but_for_buffers(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    held = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+    type(module)._apply(module, *args, **kwargs)
+    module._buffers.update(held)
     return module

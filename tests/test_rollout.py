@@ -1,5 +1,6 @@
 """What rollouts compute in, and that generation leaves the trainer's weights alone."""
 
+import copy
 import shutil
 import sys
 import warnings
@@ -13,7 +14,7 @@ import vllm_stand_in
 from cells import Cell
 from peft import LoraConfig, get_peft_model
 from policing import reset_accelerate
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.training_args import ParallelMode
 
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning, SafeGRPOConfig, engine
@@ -59,11 +60,13 @@ def assert_same(before, after):
 
 def half_copy(trainer, cell):
     """A model of its own with the trainer's weights, in half precision."""
-    copy = AutoModelForCausalLM.from_pretrained(cells.folder(cell.family))
+    model = AutoModelForCausalLM.from_pretrained(cells.folder(cell.family))
     if cell.lora:
-        copy = get_peft_model(copy, trainer.model.peft_config["default"])
-    copy.load_state_dict(trainer.model.state_dict())
-    return copy.to(cells.SHORT[cell.flag])
+        model = get_peft_model(model, trainer.model.peft_config["default"])
+    model.load_state_dict(trainer.model.state_dict())
+    for parameter in model.parameters():  # and not the rotary frequencies, as in a model that is loaded in half
+        parameter.data = parameter.data.to(cells.SHORT[cell.flag])
+    return model
 
 
 @NEEDS_SETTINGS
@@ -189,6 +192,36 @@ def test_weights_come_back_when_generation_fails():
     with pytest.raises(RuntimeError, match="the thread died"):
         fail()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cast_model_computes_as_one_that_was_loaded_in_half(half):
+    """With rotary frequencies in half, as a plain cast leaves them, late tokens are in other places."""
+
+    def logps(model, autocast=False):
+        with torch.no_grad(), torch.autocast("cpu", half, enabled=autocast):
+            scores = model(input_ids=ids).logits.float().log_softmax(-1)
+        return scores[:, :-1].gather(-1, ids[:, 1:, None])
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=1024,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "_proj" in name and "attn" in name:  # attention that looks somewhere, as a trained one
+            parameter.data *= 20 if name.split(".")[-2] in ("q_proj", "k_proj") else 5
+    ids = torch.randint(64, (1, 1024))
+    trained, cast = logps(model, autocast=True), copy.deepcopy(model).to(half)
+    with casts_undone(model):
+        model.to(half)
+        assert {p.dtype for p in model.parameters()} == {half}
+        assert {b.dtype for b in model.buffers()} == {torch.float32}
+        mine = logps(model)
+    assert not any("_apply" in vars(module) for module in model.modules())
+    late = [(other - trained)[:, -256:].abs().mean().item() for other in (mine, logps(cast))]
+    assert 2 * late[0] < late[1]
 
 
 def test_one_half_copy_is_alive_meanwhile():
