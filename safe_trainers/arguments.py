@@ -13,6 +13,7 @@ from .device import detect_device
 from .dtypes import AUTO, BFLOAT16, FLOAT16, parse_dtype
 from .errors import PrecisionError, refuse
 from .policy import Flags, resolve_compute
+from .reports import problems as report_problems
 from .scaler import problems as scaler_problems
 from .skips import problems as step_problems
 from .sync import SYNC_LOST_LIMIT
@@ -47,6 +48,9 @@ class PrecisionArguments:
             that the adapters change, and that are the base's again in the dtype of the sampler. At one half, most of
             the change does not arrive.
         precision_metrics: Whether `precision/...` is logged beside TRL's metrics.
+        precision_report: `"log"` shows the precision report once, on standard error, after the first optimizer step;
+            `"file"` writes it as `precision_report.json` into `output_dir`; `"off"` makes none unless it is asked for
+            as `trainer.precision_report`.
         save_dtype: `"float32"`, `"bfloat16"` or `"float16"`: what `save_model` writes; unset, what is held.
             Checkpoints always hold the trained bits.
     """
@@ -92,6 +96,10 @@ class PrecisionArguments:
         metadata={"help": "Share of the adapters' change that a weight sync may lose without a warning."},
     )
     precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
+    precision_report: str = field(
+        default="log",
+        metadata={"help": "Where the precision report goes, once: log (standard error), file or off."},
+    )
     save_dtype: str | None = field(
         default=None,
         metadata={"help": "What save_model writes: float32, bfloat16 or float16. Unset: what is held."},
@@ -104,7 +112,7 @@ class PrecisionArguments:
             bf16=settings.bf16, fp16=settings.fp16, precision=self.precision, config=type(self).__name__
         )  # fmt: skip
         compute, problems = resolve_compute(flags, device)
-        found = [*problems, *scaler_problems(self), *step_problems(self)]
+        found = [*problems, *scaler_problems(self), *step_problems(self), *report_problems(self)]
         patterns = self.fp32_modules
         if patterns is not None and (isinstance(patterns, str) or not all(p and isinstance(p, str) for p in patterns)):
             name = patterns if patterns and isinstance(patterns, str) else "vision_tower"

@@ -54,13 +54,18 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def table(decisions: Iterable[Decision]) -> str:
-    """The decisions for people: one line for all tensors that have one reason."""
+def grouped(decisions: Iterable[Decision]) -> dict[tuple[str, str, str], list[Decision]]:
+    """The decisions that are alike: by source, target and reason, in the order of the first of each."""
     groups: dict[tuple[str, str, str], list[Decision]] = {}
     for decision in decisions:
         groups.setdefault((decision.source, decision.target, decision.reason), []).append(decision)
+    return groups
+
+
+def table(decisions: Iterable[Decision]) -> str:
+    """The decisions for people: one line for all tensors that have one reason."""
     lines = []
-    for (source, target, reason), members in groups.items():
+    for (source, target, reason), members in grouped(decisions).items():
         what = f"{source} kept" if source == target else f"{source} -> {target}"
         count = f"{len(members)} tensors" if len(members) > 1 else "1 tensor"
         memory = extra_bytes(members)

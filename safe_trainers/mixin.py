@@ -51,10 +51,10 @@ from .errors import PrecisionError, PrecisionWarning, refuse
 from .media import MediaCaster
 from .media_inputs import MediaInputs
 from .metrics import MismatchMetrics
-from .overflow import OverflowProbe
 from .policy import OFF, PrecisionPolicy, resolve
 from .preparation import Preparation, prepare, prepare_reference
 from .probing import cannot_meet, failure
+from .reports import PrecisionReports
 from .rollout import AlignedRollouts
 from .sampled import SampledRollouts
 from .settlement import Settlement, apply, settle
@@ -225,7 +225,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
             raise PrecisionError(problems)
 
 
-class PrecisionMixin(AlignedRollouts, MismatchMetrics, OverflowProbe):
+class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
     """Above TRL: what users and TRL call on `self`.
 
     A safe trainer of any TRL algorithm is `class SafeX(PrecisionMixin, XTrainer, PrecisionBase)`.
@@ -283,6 +283,7 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, OverflowProbe):
             for model in (policy, *others):  # TRL's own head, which the autocast of a rollout would round again
                 base: Any = model
                 fp32_modules.without_autocast(base.get_output_embeddings())
+        self._plan_report()
 
     def precision_settlement_of(self, model: nn.Module) -> Settlement:
         """What a second model of the run needs: a reference or a teacher.

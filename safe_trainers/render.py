@@ -16,7 +16,7 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red
 
 
 def cell(column: str, value: Cell) -> str:
-    """A value as people read it: sizes in MiB, nothing for `None`, `yes` and `no`.
+    """A value as people read it: sizes in MiB or KiB, nothing for `None`, `yes` and `no`.
 
     Args:
         column: Name of its column.
@@ -30,7 +30,7 @@ def cell(column: str, value: Cell) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        return f"{value / 2**20:,.1f} MiB" if column.endswith("bytes") else f"{value:,}"
+        return _size(value) if column.endswith("bytes") else f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
@@ -52,12 +52,12 @@ def to_markdown(report: Report, level: int = 2) -> str:
     lines = [f"{'#' * level} {report.title[:1].upper()}{report.title[1:]}", ""]
     lines += [f"- {name}: {_escape(cell(name, value))}" for name, value in report.facts.items()]
     lines += [""] if report.facts else []
-    for table in report.tables:
+    for table in filter(_has_rows, report.tables):
         lines += [f"{'#' * (level + 1)} {table.title[:1].upper()}{table.title[1:]}", ""]
         lines += [_line(_columns(table)), _line(["---"] * len(_columns(table)))]
         lines += [_line([_escape(text) for text in row]) for row in _texts(table)] + [""]
     for verdict in report.verdicts:
-        fix = f" Write: `{verdict.fix}`" if verdict.fix else ""
+        fix = f" Write: {verdict.fix if '`' in verdict.fix else f'`{verdict.fix}`'}" if verdict.fix else ""
         lines.append(f"- **{verdict.level}**: {_escape(verdict.text)}{fix}")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -75,7 +75,7 @@ def show(report: Report, console: "Console") -> None:
     console.print(Text.assemble((report.title, "bold"), f": {report.subject}"), soft_wrap=True)
     for name, value in report.facts.items():
         console.print(Text(f"  {name}: {cell(name, value)}"), soft_wrap=True)
-    for table in report.tables:
+    for table in filter(_has_rows, report.tables):
         drawn = RichTable(title=Text(table.title), title_justify="left", title_style="bold", header_style="bold")
         for column in _columns(table):
             numbers = all(isinstance(row[table.columns.index(column)], (int, float, type(None))) for row in table.rows)
@@ -108,6 +108,14 @@ def present(report: Report, as_json: bool) -> int:
 
         show(report, Console())
     return report.exit_status
+
+
+def _has_rows(table: Table) -> bool:
+    return bool(table.rows)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
 
 
 def _columns(table: Table) -> list[str]:

@@ -43,7 +43,7 @@ class Table:
         title: Its heading.
         columns: Names of its columns.
         rows: Its rows, as long as `columns`. A whole number in a column whose name ends in `bytes` is shown to people
-            in MiB.
+            in MiB or KiB.
     """
 
     title: str
