@@ -104,6 +104,12 @@ WARNINGS = index(
         "a base in float32, `model_init_kwargs={{'dtype': 'float32'}}`, or `use_vllm=False`",
     ),
     Finding(
+        "rotary-frequencies-in-half",
+        "a cast of the whole model took them along: the later a token, the farther from its place it is computed, and "
+        "vLLM, a reference model and whoever loads what is saved have them in float32.",
+        "`from_pretrained(..., dtype='{dtype}')`, which casts weights alone, in place of `model.to(...)`",
+    ),
+    Finding(
         "reference-in-another-dtype",
         "it was loaded by itself, holds {held} where the policy holds {wanted}, and is sharded already: the KL "
         "divergence is not 0 even where nothing was trained.",

@@ -317,7 +317,9 @@ def _load(model: Model, dtype: str) -> str:
     """How to load the weights of a model in a dtype."""
     if not model.live:
         return f"`model_init_kwargs={{'dtype': '{dtype}'}}`"
-    return f"`model.to(torch.{dtype})`" if model.quantization is None else f"`from_pretrained(..., dtype='{dtype}')`"
+    # A cast to half precision would take rotary frequencies along, and packed weights cannot be cast.
+    widened = dtype == FLOAT32 and model.quantization is None
+    return "`model.to(torch.float32)`" if widened else f"`from_pretrained(..., dtype='{dtype}')`"
 
 
 def _switch(flags: Flags, dtype: str) -> str:

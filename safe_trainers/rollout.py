@@ -85,7 +85,7 @@ class AlignedRollouts:
     def _settle(self, model: nn.Module, training_args: Any) -> None:
         """Settles the precision of the live model, and refuses what its sampler could not take."""
         super()._settle(model, training_args)  # type: ignore[misc]
-        self._rollout_warnings = tuple(self._warnings(model, training_args))
+        self._rollout_warnings = (*misplaced_positions(model), *self._warnings(model, training_args))
         problems = list(self._refused(model, training_args))
         if problems:
             raise PrecisionError(problems)
@@ -266,6 +266,19 @@ def adapter_dropout(model: nn.Module) -> float:
     inside = (getattr(module, "lora_dropout", None) for module in model.modules())
     layers = (layer for drops in inside if isinstance(drops, nn.Module) for layer in drops.modules())
     return max((float(layer.p) for layer in layers if isinstance(layer, nn.Dropout)), default=0.0)
+
+
+def misplaced_positions(model: nn.Module) -> Iterator[Problem]:
+    """Warns of rotary frequencies in half precision, as a cast of a whole model leaves them.
+
+    Args:
+        model: Any model.
+    """
+    for name, buffer in model.named_buffers():
+        half = from_torch(buffer.dtype)
+        if name.endswith("inv_freq") and half in HALVES:
+            yield warn("rotary-frequencies-in-half", f"{name} in {half}", dtype=half)
+            return
 
 
 def differing_dtypes(model: nn.Module, like: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:

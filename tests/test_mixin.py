@@ -258,7 +258,7 @@ def test_problems_of_a_live_model_are_refused_at_construction_all_at_once():
     with pytest.raises(PrecisionError) as caught:
         SafeGRPOTrainer(**{**made, "model": model})
     assert [p.id for p in caught.value.problems] == ["unknown-choice", "half-weights-under-other-autocast"]
-    assert "`model.to(torch.bfloat16)`" in str(caught.value)
+    assert "`from_pretrained(..., dtype='bfloat16')`" in str(caught.value)
 
 
 def test_declared_problems_are_refused_before_the_model_is_read(tmp_path):

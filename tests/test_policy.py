@@ -129,7 +129,9 @@ def test_the_advice_fits_what_was_passed():
     named = resolve(Flags(bf16=True), A100, Model(FP16.weights)).problems[0].fix
     live = resolve(Flags(bf16=True), A100, Model(FP16.weights, live=True)).problems[0].fix
     assert "`model_init_kwargs={'dtype': 'bfloat16'}`" in named
-    assert "`model.to(torch.bfloat16)`" in live  # TRL ignores model_init_kwargs for a model that is there
+    assert (
+        "`from_pretrained(..., dtype='bfloat16')`" in live
+    )  # TRL ignores model_init_kwargs for a model that is there
     assert resolve(Flags(bf16=True), T4, FP32).problems[0].fix == "use `fp16=True` with `bf16=False`"
 
 

@@ -555,6 +555,24 @@ def test_fp32_modules_that_the_sampler_does_not_know_are_said(vllm, monkeypatch)
         cells.SAFE["grpo"](**made)
 
 
+@pytest.mark.parametrize("task", ["grpo", "sft"])
+def test_rotary_frequencies_in_half_are_said(task):
+    """A plain cast takes them along; a reference model, and an engine of vLLM, have them in float32."""
+
+    def said(model):
+        reset_accelerate()
+        made = cells.arguments(Cell("text", task, "bf16", "bf16"), cells.PLAIN[task], model_init_kwargs=None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cells.SAFE[task](**{**made, "model": model})
+        return [str(w.message) for w in caught if "rotary-frequencies-in-half" in str(w.message)]
+
+    (text,) = said(AutoModelForCausalLM.from_pretrained(cells.folder("text")).to(torch.bfloat16))
+    assert text.startswith("model.rotary_emb.inv_freq in bfloat16")
+    assert "`from_pretrained(..., dtype='bfloat16')`" in text
+    assert said(AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype="bfloat16")) == []
+
+
 # --- the reference model ---------------------------------------------------------------------------------------------
 
 
