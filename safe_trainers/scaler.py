@@ -26,6 +26,9 @@ SETTINGS = {
 """Each setting of a Safe config, and the entry of `torch.amp.GradScaler.state_dict()` that it sets."""
 LARGEST_SCALE = 2.0**126
 """The largest scale whose reciprocal, with which gradients are unscaled in float32, is a normal number."""
+SMALLEST_SCALE = 1 / LARGEST_SCALE
+"""Further down the reciprocal is infinite: it makes NaN of gradients that are 0, after the scaler has looked at them,
+and the step is taken."""
 
 
 @functools.cache
@@ -84,7 +87,7 @@ def problems(args: Any) -> Iterator[Problem]:
         One refusal for each setting that is out of its range.
     """
     ranges = {
-        "loss_scale_init": (f"a number above 0 and at most 2**126 ({LARGEST_SCALE:.3g})", 2.0**16),
+        "loss_scale_init": (f"a number from 2**-126 ({SMALLEST_SCALE:.3g}) to 2**126 ({LARGEST_SCALE:.3g})", 2.0**16),
         "loss_scale_growth_interval": ("a whole number of steps, at least 1", 400),
         "loss_scale_growth_factor": ("a finite number above 1", 2.0),
         "loss_scale_backoff_factor": ("a number between 0 and 1, both excluded", 0.5),
@@ -102,5 +105,5 @@ def _valid(name: str, value: Any) -> bool:
     if name == "loss_scale_growth_interval":
         return isinstance(value, int) and value >= 1
     if name == "loss_scale_init":
-        return 0 < value <= LARGEST_SCALE
+        return SMALLEST_SCALE <= value <= LARGEST_SCALE
     return value > 1 if name == "loss_scale_growth_factor" else 0 < value < 1

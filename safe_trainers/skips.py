@@ -38,6 +38,7 @@ from transformers import TrainerCallback
 
 from .checkpoints import ExactCheckpoints
 from .errors import PrecisionError, Problem, refuse
+from .scaler import SMALLEST_SCALE
 from .towers import unwrap
 from .updates import EVERY, UpdateSample
 
@@ -169,7 +170,7 @@ class StepRecord:
         """The optimizer has stepped, or not.
 
         Raises:
-            PrecisionError: If too many steps in a row were skipped.
+            PrecisionError: If too many steps in a row were skipped, or the loss scale is at its end.
         """
         skipped = self._was_skipped()
         if skipped:
@@ -181,7 +182,8 @@ class StepRecord:
             self._looked_at = self.taken
         self.taken += not skipped
         self.unlogged += 1
-        if skipped and self.in_a_row >= self.limit:
+        # Before the step that a scale too small would make NaN of.
+        if skipped and (self.in_a_row >= self.limit or self._loss_scale < SMALLEST_SCALE):
             raise PrecisionError([self._too_many()])
 
     def _was_skipped(self) -> bool:
@@ -190,7 +192,7 @@ class StepRecord:
         if scaler is None or self._scale is None:
             return bool(accelerator.optimizer_step_was_skipped)  # an engine with a scaler of its own knows
         before, now = torch.stack([self._scale, scaler._get_scale_async()]).tolist()  # the one read of the device
-        skipped = not now >= before or now == 0.0  # at 0 nothing can be unscaled, and the scale cannot fall
+        skipped = not now >= before
         for optimizer in accelerator._optimizers:
             optimizer._is_overflow = skipped
         if skipped and not self.in_a_row:

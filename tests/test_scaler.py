@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from safe_trainers import PrecisionError
-from safe_trainers.scaler import configure, problems, unscalable, unscales
+from safe_trainers.scaler import LARGEST_SCALE, SMALLEST_SCALE, configure, problems, unscalable, unscales
 from safe_trainers.testing import StrictGradScaler, fp16_on_cpu
 
 
@@ -63,7 +63,8 @@ def test_a_scaler_is_given_what_is_asked_and_nothing_else():
 @pytest.mark.parametrize(
     ("name", "value"),
     [("loss_scale_init", 0), ("loss_scale_init", -1.0), ("loss_scale_init", 2.0**200),
-     ("loss_scale_init", float("nan")), ("loss_scale_init", "big"), ("loss_scale_init", True),
+     ("loss_scale_init", 1e-46), ("loss_scale_init", float("nan")), ("loss_scale_init", "big"),
+     ("loss_scale_init", True),
      ("loss_scale_growth_interval", 0), ("loss_scale_growth_interval", 1.5), ("loss_scale_growth_factor", 1.0),
      ("loss_scale_growth_factor", float("inf")), ("loss_scale_backoff_factor", 0.0),
      ("loss_scale_backoff_factor", 1.0)],
@@ -76,9 +77,21 @@ def test_what_no_scaler_can_work_with_is_refused(name, value, tmp_path):
         cells.SAFE_CONFIG["sft"](str(tmp_path), **{name: value})
 
 
-def test_the_largest_scale_still_unscales():
-    assert list(problems(Args(loss_scale_init=2.0**126))) == []
-    assert torch.tensor(2.0**126).double().reciprocal().float() > torch.finfo(torch.float32).tiny / 2
+@pytest.mark.parametrize("scale", [LARGEST_SCALE, SMALLEST_SCALE])
+def test_the_largest_and_the_smallest_scale_still_unscale(scale):
+    """Below the smallest a gradient of 0 is NaN once it is unscaled, and torch's scaler takes the step."""
+    assert list(problems(Args(loss_scale_init=scale))) == []
+    assert list(problems(Args(loss_scale_init=scale * (2 if scale > 1 else 0.5)))) != []
+    for beyond in (1, 4) if scale < 1 else (1,):
+        weight = torch.nn.Parameter(torch.ones(2))
+        scaler, optimizer = StrictGradScaler("cpu", init_scale=scale / beyond), torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(torch.ones(()))
+        weight.grad = torch.zeros(2)
+        scaler.step(optimizer)
+        assert weight.isfinite().all() == (beyond == 1)
+
+
+def test_settings_in_their_range_are_no_problem():
     assert list(problems(Args(loss_scale_init=2.0**16, loss_scale_growth_interval=400))) == []
 
 

@@ -197,6 +197,22 @@ def test_too_many_in_a_row_are_one_clear_error():
         trainer.train()
 
 
+def test_a_scale_that_has_fallen_to_its_end_stops_before_a_step_makes_nan_of_the_weights():
+    """However many skips are allowed: the first gradients that are finite again would be unscaled to NaN."""
+    settings = {"infinite": 3, "steps": 5, "max_consecutive_skips": 1000, "loss_scale_init": 2.0**-120,
+                "loss_scale_backoff_factor": 0.03125}  # fmt: skip
+    trainer = build(**settings)
+    before = cells.fingerprint(trainer.model)
+    with pytest.raises(PrecisionError, match=r"2 optimizer steps in a row.*\n.*fell from 7.52316e-37 to 7.34684e-40"):
+        trainer.train()
+    assert cells.fingerprint(trainer.model) == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safe_trainers.skips, "SMALLEST_SCALE", 0.0)
+        trainer = build(**settings)
+        trainer.train()
+    assert not any(p.isfinite().all() for p in trainer.model.parameters())
+
+
 def test_a_step_that_is_taken_begins_the_count_anew():
     trainer = build(infinite=4, max_consecutive_skips=5, steps=8)
     trainer.train()
