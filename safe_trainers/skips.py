@@ -28,6 +28,7 @@ itself; there the last three are missing. Whether a step is skipped is the scale
 process: DDP sums the gradients before it, FSDP's scaler and DeepSpeed's engine make it together.
 """
 
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -38,10 +39,12 @@ from transformers import TrainerCallback
 
 from .checkpoints import ExactCheckpoints
 from .errors import PrecisionError, Problem, refuse
-from .scaler import SMALLEST_SCALE
+from .scaler import LARGEST_SCALE, SMALLEST_SCALE
 from .towers import unwrap
 from .updates import EVERY, UpdateSample
 
+
+logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_SKIPS = 50
 _NORMS = 1024
@@ -51,7 +54,7 @@ _NORMS = 1024
 class SkippedSteps(ExactCheckpoints):
     """Above TRL: sees skipped steps, holds the schedule, and logs what the optimizer did; a base of `PrecisionMixin`.
 
-    Overrides `train`, `log` and `_maybe_log_save_evaluate`, which hands over the norm of the gradients.
+    Overrides `train`, `log`, `_load_scaler`, and `_maybe_log_save_evaluate`, which hands over the gradients' norm.
     """
 
     _record: "StepRecord | None" = None
@@ -93,6 +96,16 @@ class SkippedSteps(ExactCheckpoints):
     @_step_record.setter
     def _step_record(self, state: dict[str, Any]) -> None:
         self._steps.load(state)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Restores the loss scaler, but no scale with which nothing can be unscaled."""
+        scaler = self.accelerator.scaler
+        begins = None if scaler is None else scaler.get_scale()
+        super()._load_scaler(checkpoint)
+        if begins is not None and not SMALLEST_SCALE <= scaler.get_scale() <= 2 * LARGEST_SCALE:
+            said = "scaler.pt of %s holds a loss scale of %g, with which nothing can be unscaled: it begins at %g"
+            logger.warning(said, checkpoint, scaler.get_scale(), begins)
+            scaler.load_state_dict({**scaler.state_dict(), "scale": begins})
 
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any = None, *args: Any, **kwargs: Any

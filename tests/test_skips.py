@@ -471,6 +471,23 @@ def test_a_resumed_run_logs_the_same(step, tmp_path):
     assert UPDATES[2] in histories[0][10]
 
 
+def test_a_checkpoint_with_a_scale_that_unscales_nothing_begins_with_the_configs(tmp_path, caplog):
+    """A stock run of many skips leaves a scale of 0, from which the next step makes NaN of all weights."""
+    build(steps=3, save_strategy="steps", save_steps=2, output_dir=str(tmp_path)).train()
+    file = tmp_path / "checkpoint-2" / "scaler.pt"
+    state = torch.load(file, weights_only=True)
+    for scale in (0.0, 2.0**200):
+        torch.save({**state, "scale": scale}, file)
+        trainer = build(steps=3, loss_scale_init=1024.0)
+        caplog.clear()
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        (said,) = [record.getMessage() for record in caplog.records if record.name == "safe_trainers.skips"]
+        assert f"holds a loss scale of {scale:g}, with which nothing can be unscaled: it begins at 1024" in said
+        assert logged(trainer, "precision/loss_scale")[3] == 1024
+        assert logged(trainer, "precision/effective_steps")[3] == 3
+        assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
 # ---- several processes ----
 
 TOGETHER = """
