@@ -44,6 +44,15 @@ def sampler_dtype(policy: PrecisionPolicy, census: Census) -> str:
     return max(weights, key=lambda dtype: weights[dtype])
 
 
+def refuses_float16(model: nn.Module) -> bool:
+    """Whether vLLM does not run a model in float16.
+
+    Args:
+        model: The model, wrapped or not.
+    """
+    return getattr(getattr(unwrap(model), "config", None), "model_type", None) in FLOAT16_REFUSED
+
+
 def refused(model: nn.Module, dtype: str | None, colocated: bool, fsdp: bool = False) -> Iterator[Problem]:
     """What vLLM could not sample from, known before an engine is built.
 
@@ -57,8 +66,8 @@ def refused(model: nn.Module, dtype: str | None, colocated: bool, fsdp: bool = F
         The refusals.
     """
     base: Any = unwrap(model)
-    kind = getattr(getattr(base, "config", None), "model_type", None)
-    if dtype == FLOAT16 and kind in FLOAT16_REFUSED:
+    if dtype == FLOAT16 and refuses_float16(base):
+        kind = base.config.model_type
         yield refuse("vllm-refuses-fp16", f"a {kind} model in float16 with use_vllm=True", kind=kind)
     method = quantization_method(base)
     packed = method in ("4bit", "8bit")

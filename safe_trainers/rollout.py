@@ -183,8 +183,11 @@ class AlignedRollouts:
             self._warn_once(warn("sampler-ties-weights", "tied weights under adapters", names=names))
 
     def _losing_sync(self, lost: float, limit: float) -> Problem:
+        half = (
+            "" if engine.refuses_float16(self.model) else "`precision='fp16'`, whose steps are an eighth as wide, or "
+        )
         fixes = {
-            "bfloat16": "`precision='fp16'`, whose steps are an eighth as wide, or a larger learning rate",
+            "bfloat16": f"{half}a larger learning rate",
             "float16": "a larger learning rate, or `precision='fp32'`",
         }
         return warn(
@@ -282,16 +285,17 @@ def misplaced_positions(model: nn.Module) -> Iterator[Problem]:
 
 
 def differing_dtypes(model: nn.Module, like: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
-    """The weights of a model that another one of its class holds in another dtype.
+    """The weights of a model that another one holds in another dtype, by name.
 
     Args:
         model: The model.
-        like: The other one, either of them wrapped or not.
+        like: The other one, either of them wrapped or not. Its class may be one of the user's own, which TRL knows
+            nothing of when it loads a reference.
 
     Returns:
         Each such weight, with the dtype that it has in the other model; none that is packed in either.
     """
-    wanted = dict(unwrap(like).named_parameters()) if type(unwrap(model)) is type(unwrap(like)) else {}
+    wanted = dict(unwrap(like).named_parameters())
     pairs = ((p, wanted[name]) for name, p in unwrap(model).named_parameters() if name in wanted)
     return [
         (held, other.dtype)

@@ -597,6 +597,21 @@ def test_a_reference_model_is_held_as_the_policy_is_weight_by_weight(task, tmp_p
     assert kl[False] != 0
 
 
+def test_a_reference_of_another_class_than_the_policys_is_held_as_it_is():
+    """TRL takes the class that the config names, not that of the model that was passed."""
+
+    class Mine(LlamaForCausalLM):
+        pass
+
+    model = Mine.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
+    made = cells.arguments(Cell("text", "grpo", "fp32", "bf16", beta=0.1), cells.PLAIN["grpo"], steps=1)
+    trainer = cells.SAFE["grpo"](**{**made, "model": model})
+    assert type(trainer.ref_model) is LlamaForCausalLM
+    assert {p.dtype for p in trainer.ref_model.parameters()} == {torch.bfloat16}
+    trainer.train()
+    assert next(entry["kl"] for entry in trainer.state.log_history if "kl" in entry) == 0
+
+
 def test_a_reference_model_follows_masters_that_were_upcast():
     cell = Cell("text", "grpo", "fp16", "fp16", beta=0.1)
     trainer = build(cell, trainer_class=fp16_on_cpu(cells.SAFE["grpo"]))

@@ -222,6 +222,18 @@ def test_the_sample_of_a_large_weight_is_spread_over_it():
     assert sync.lost == pytest.approx(lost / changed, abs=8e-3)  # of 7 weights
 
 
+def test_tied_weights_are_sent_once_and_buffers_never():
+    """As in stock, whose `named_parameters` has neither."""
+    model = base()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.model.norm.register_buffer("moved", torch.ones(2))
+    names = [name for name, _ in model.named_parameters()]
+    assert "lm_head.weight" not in names
+    sent = [name for name, _ in AdapterSync(get_peft_model(model, lora()), torch.bfloat16).named_weights()]
+    assert sent == names
+
+
 def test_an_adapter_that_changes_nothing_loses_nothing():
     sync = AdapterSync(get_peft_model(base(), lora(init_lora_weights=True)), torch.bfloat16)
     sent = dict(sync.named_weights())
@@ -304,6 +316,13 @@ def test_an_adapter_that_stays_lost_is_warned_of_once_with_the_way_out(vllm, mon
     shares = trainer._metrics["train"][METRIC]
     assert len(shares) == 3 * PATIENCE
     assert all(share > 0.9 for share in shares)
+
+
+def test_what_vllm_refuses_is_no_way_out(vllm, monkeypatch):
+    monkeypatch.setattr("safe_trainers.engine.FLOAT16_REFUSED", frozenset({"llama"}))
+    (text,) = losing(monkeypatch, None, PATIENCE)[1]
+    assert "fp16" not in text
+    assert "a larger learning rate" in text
 
 
 def test_the_first_updates_are_always_small(vllm, monkeypatch):
