@@ -19,7 +19,7 @@ from .decisions import carry_out
 from .errors import PrecisionError, Problem, refuse, warn
 from .probing import undisturbed
 from .quantization import compute_in
-from .towers import anatomy, unwrap
+from .towers import anatomy, is_quantized, unwrap
 
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,11 @@ def explain(report: OverflowReport, model: nn.Module, patterns: Sequence[str], a
         chosen, mended = mend(report, model, again)
     except PrecisionError as error:  # an 8-bit layer, which float32 is not for
         return refuse("activations-overflow-fp16", given, fix=error.problems[0].fix)
+    broken = None if mended is not False else _broken(model)
+    if broken is not None:  # what is tried in float32 cannot mend it, and bfloat16 would not either
+        module, _, holding = broken.rpartition(".")
+        given = f"`{module or type(unwrap(model)).__name__}`, in the {report.phase} after step {report.step}"
+        return refuse("weights-not-finite", given, name=holding)
     line = f"`fp32_modules={[*patterns, *shortest(model, chosen)]!r}`"
     bf16 = "`bf16=True` on a device that computes it"
     if mended is None:
@@ -242,7 +247,16 @@ def foresee(report: OverflowReport, model: nn.Module, patterns: Sequence[str]) -
 def _not_finite(module: nn.Module | None) -> str | None:
     """The first weight of a module itself that holds a number that is not finite."""
     own = {} if module is None else dict(module.named_parameters(recurse=False))
-    return next((n for n, p in own.items() if p.is_floating_point() and not torch.isfinite(p).all()), None)
+    held = {
+        n: p for n, p in own.items() if p.is_floating_point() and not is_quantized(p)
+    }  # packed bytes are no numbers
+    return next((n for n, p in held.items() if not torch.isfinite(p).all()), None)
+
+
+def _broken(model: nn.Module) -> str | None:
+    """The qualified name of the first weight of a model that holds a number that is not finite."""
+    found = ((name, _not_finite(module)) for name, module in modules_of(model).items())
+    return next((f"{name}.{holding}" for name, holding in found if holding is not None), None)
 
 
 def _within(name: str, other: str) -> bool:

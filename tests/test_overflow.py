@@ -210,6 +210,33 @@ def test_weights_that_are_not_finite_are_another_matter(task):
     assert "its weight holds numbers that are not finite" in str(error.value)
 
 
+def test_weights_that_are_not_finite_behind_an_overflow_are_named_in_place_of_a_line_that_does_not_help():
+    model = text(**BY_CONSTRUCTION["a layer"][0])
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[3, 3] = math.inf
+    with raises("weights-not-finite") as error:
+        build("sft", model).train()
+    assert "- `model.layers.2.mlp.up_proj`, in the loss after step 0" in str(error.value)
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16])
+def test_packed_bytes_are_not_taken_for_numbers_that_are_not_finite(storage, tmp_path):
+    """FSDP needs packed weights in the dtype of the others: read as numbers, some of them are NaN."""
+    pytest.importorskip("bitsandbytes")
+    text(**BY_CONSTRUCTION["a layer"][0]).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(cells.folder("text")).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16, bnb_4bit_quant_storage=storage
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16, quantization_config=config)
+    packed = model.model.layers[1].mlp.down_proj.weight
+    assert packed.dtype == storage
+    assert not packed.isfinite().all()
+    with raises("activations-overflow-fp16") as error:
+        build("sft", model, lora=True).train()
+    assert suggested(error) == ["layers.1.mlp.down_proj"]
+
+
 # ---- what the probe leaves alone ----
 
 
