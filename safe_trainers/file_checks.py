@@ -4,11 +4,13 @@ No tensor is read here, and nothing is unpickled.
 """
 
 import json
+import math
 import os
 import re
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,14 +40,29 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     os.replace(temporary, path)
 
 
-def safetensors_dtypes(path: Path) -> dict[str, str]:
-    """The dtype of each tensor of a safetensors file, from its header alone.
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file, as its header describes it.
+
+    Attributes:
+        dtype: Canonical name of a floating dtype; the file's own (`"U8"`) of others.
+        elements: How many numbers it holds.
+        bytes: How many bytes they take.
+    """
+
+    dtype: str
+    elements: int
+    bytes: int
+
+
+def safetensors_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, from its header alone.
 
     Args:
         path: The file.
 
     Returns:
-        Dtypes by tensor name: canonical names for floating dtypes, the file's own (`"U8"`) for others.
+        What is stored, by tensor name.
 
     Raises:
         ValueError: If the header does not fit the file.
@@ -63,7 +80,29 @@ def safetensors_dtypes(path: Path) -> dict[str, str]:
     end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if end != size:
         raise ValueError(f"{size:,} bytes, and its header promises {end:,}")
-    return {name: _SAFETENSORS.get(entry["dtype"], entry["dtype"]) for name, entry in tensors.items()}
+    return {
+        name: Stored(
+            _SAFETENSORS.get(entry["dtype"], entry["dtype"]),
+            math.prod(entry.get("shape", ())),
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in tensors.items()
+    }
+
+
+def safetensors_dtypes(path: Path) -> dict[str, str]:
+    """The dtype of each tensor of a safetensors file; see `safetensors_header`.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Dtypes by tensor name.
+
+    Raises:
+        ValueError: If the header does not fit the file.
+    """
+    return {name: stored.dtype for name, stored in safetensors_header(path).items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

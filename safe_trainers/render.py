@@ -15,6 +15,9 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red
 """Style of each level of a verdict on a terminal."""
 
 
+_WIDTH = 140
+
+
 def cell(column: str, value: Cell) -> str:
     """A value as people read it: sizes in MiB or KiB, nothing for `None`, `yes` and `no`.
 
@@ -104,9 +107,7 @@ def present(report: Report, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(to_json(report) + "\n")
     else:
-        from rich.console import Console
-
-        show(report, Console())
+        show(report, console())
     return report.exit_status
 
 
@@ -116,6 +117,18 @@ def _has_rows(table: Table) -> bool:
 
 def _size(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
+
+
+def console(stderr: bool = False) -> "Console":
+    """A console for people; where it is no terminal, and has no width of its own, wide enough for tables.
+
+    Args:
+        stderr: For standard error instead of standard output.
+    """
+    from rich.console import Console
+
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(stderr=stderr, width=_WIDTH)
 
 
 def _columns(table: Table) -> list[str]:

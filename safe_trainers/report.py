@@ -90,6 +90,31 @@ class Report:
                 return table
         raise KeyError(title)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Report":
+        """The report that `to_dict` gave; the columns of a table without rows are not known any more.
+
+        Args:
+            values: Its plain values.
+
+        Raises:
+            ValueError: If they are those of no report.
+        """
+        try:
+            tables = []
+            for title, rows in values["tables"].items():
+                columns = tuple(dict.fromkeys(column for row in rows for column in row))
+                tables.append(Table(title, columns, tuple(tuple(_plain(row[c]) for c in columns) for row in rows)))
+            verdicts = [Verdict(**verdict) for verdict in values["verdicts"]]
+            facts = {str(name): _plain(value) for name, value in values["facts"].items()}
+            made = cls(str(values["title"]), str(values["subject"]), facts, tuple(tables), tuple(verdicts))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no report: {type(error).__name__}: {error}") from error
+        unknown = [verdict.level for verdict in verdicts if verdict.level not in EXIT_STATUS]
+        if unknown:
+            raise ValueError(f"it is no report: there is no level {unknown[0]!r}")
+        return made
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON; the rows of a table as mappings by column."""
         return {
@@ -102,3 +127,9 @@ class Report:
             },
             "verdicts": [{k: v for k, v in vars(verdict).items() if v is not None} for verdict in self.verdicts],
         }
+
+
+def _plain(value: Any) -> Cell:
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise TypeError(f"{type(value).__name__} in a table")

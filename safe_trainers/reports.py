@@ -18,7 +18,7 @@ from .file_checks import replace_file
 from .inventory import Group, first_products, optimizer_states
 from .overflow import OverflowProbe
 from .precision_report import FILE, POLICY, Seen, confirm, contradictions, count, gradient_dtypes, make_report, plan
-from .render import show, to_json, to_markdown
+from .render import console, show, to_json, to_markdown
 from .report import Report
 
 
@@ -30,8 +30,6 @@ MODES = (LOG, FILE_ONLY, NOT)
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- precision report -->", "<!-- end of the precision report -->"
-_WIDTH = 140
-"""Columns of the report where standard error is no terminal and has no width of its own."""
 
 
 class PrecisionReports(OverflowProbe):
@@ -141,13 +139,8 @@ class PrecisionReports(OverflowProbe):
         if self._mode == FILE_ONLY:
             self._write_report(report)
         elif self.args.log_level not in ("error", "critical"):
-            from rich.console import Console
-
-            console = Console(stderr=True)
             tables = tuple(table for table in report.tables if table.title != POLICY)  # the reasons are with the rest
-            show(
-                replace(report, tables=tables), console if console.is_terminal else Console(stderr=True, width=_WIDTH)
-            )
+            show(replace(report, tables=tables), console(stderr=True))
 
     def _write_report(self, report: Report) -> None:
         if not self.is_world_process_zero():
