@@ -234,6 +234,23 @@ def test_tied_weights_are_sent_once_and_buffers_never():
     assert sent == names
 
 
+def test_what_gathers_sharded_weights_sees_the_live_ones():
+    model = get_peft_model(base(), lora())
+    live = [id(parameter) for parameter in model.parameters()]
+    with AdapterSync(model, torch.bfloat16).merged():
+        assert [id(parameter) for parameter in model.parameters()] == live
+
+
+def test_a_layer_whose_adapter_is_off_is_sent_as_it_computes():
+    model = get_peft_model(base(), lora(target_modules=["q_proj", "k_proj"]))
+    attention = model.base_model.model.model.layers[0].self_attn
+    attention.q_proj.enable_adapters(False)
+    sent = dict(AdapterSync(model, torch.bfloat16).named_weights())
+    for name in ("q_proj", "k_proj"):
+        plain = getattr(attention, name).base_layer.weight
+        assert torch.equal(sent[f"model.layers.0.self_attn.{name}.weight"], plain) == (name == "q_proj")
+
+
 def test_an_adapter_that_changes_nothing_loses_nothing():
     sync = AdapterSync(get_peft_model(base(), lora(init_lora_weights=True)), torch.bfloat16)
     sent = dict(sync.named_weights())
