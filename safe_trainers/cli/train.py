@@ -55,7 +55,7 @@ def train(task: str, argv: Sequence[str], console: Console | None = None) -> Run
     """
     from ..recipes import read_recipe
 
-    console = console or Console()
+    console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
     recipe = read_recipe(task, argv)
     return run_recipe(recipe, console)
 
@@ -71,39 +71,12 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     Returns:
         The run.
     """
-    from trl import get_peft_config, get_quantization_config
-
-    import safe_trainers
-
-    from ..declared import declared_policy
-    from ..recipes import TASKS, load_rewards
     from .progress import show_progress
 
-    trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
     arguments = recipe.training
-    arguments.model_init_kwargs = _model_init_kwargs(recipe)
-    asked = get_quantization_config(dataclasses.replace(recipe.model, dtype="float32"))
-    policy = declared_policy(arguments, recipe.model.model_name_or_path, trainer_class, asked)
-    policy.check()
-    compute_of_4bit = _compute_of_4bit(recipe, policy)
-    dataset, evaluation, held_out = _datasets(recipe)
-    _check_model_exists(recipe)
-
-    output_dir = Path(arguments.output_dir)
-    with _only_if_it_works(output_dir):
-        settings: dict[str, Any] = {
-            "model": _model(recipe, console),
-            "args": arguments,
-            "train_dataset": dataset,
-            "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
-            "quantization_config": get_quantization_config(dataclasses.replace(recipe.model, dtype=compute_of_4bit)),
-            "peft_config": get_peft_config(dataclasses.replace(recipe.model, lora_task_type=_lora_task_type(recipe))),
-        }
-        if hasattr(recipe.script, "reward_funcs"):
-            settings["reward_funcs"] = load_rewards(recipe)
-        trainer = trainer_class(**settings)
+    trainer, held_out = build(recipe, console, trainer_class)
     show_progress(trainer, console, recipe.task, recipe.extra.progress)
-    run = Run(trainer, output_dir)
+    run = Run(trainer, Path(arguments.output_dir))
     score = _score(recipe, trainer, held_out)
     if score is not None:
         run.score_name, measure, run.chance = score
@@ -115,6 +88,104 @@ def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None)
     if trainer.accelerator.is_main_process:
         write_run(run, recipe, console)
     return run
+
+
+def dry_run(task: str, argv: Sequence[str]) -> Any:
+    """Builds all that a recipe needs, and trains no step.
+
+    Args:
+        task: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
+        argv: As for `train`.
+
+    Returns:
+        The precision report as planned, `None` on all processes but the first.
+
+    Raises:
+        RecipeError: If the recipe cannot be run.
+        PrecisionError: If its precision cannot work.
+    """
+    from ..launch import ERRORS
+    from ..recipes import read_recipe
+
+    recipe = read_recipe(task, argv)
+    _check_resume(recipe)
+    recipe.training.resume_from_checkpoint = None
+    recipe.extra.warm_up_steps = 0
+    with tempfile.TemporaryDirectory(prefix="safe-trainers-dry-run-") as own:
+        # Launched processes share a folder; what is built goes there, and nothing into the run's own.
+        recipe.training.output_dir = str(Path(os.environ.get(ERRORS, own), "dry-run"))
+        trainer, _ = build(recipe, Console(quiet=True))
+        return trainer.precision_report if trainer.accelerator.is_main_process else None
+
+
+def build(recipe: Any, console: Console, trainer_class: type | None = None) -> tuple[Any, Any]:
+    """Makes all that a recipe needs.
+
+    Args:
+        recipe: The `Recipe`.
+        console: Where to write.
+        trainer_class: Another trainer class than the task's, to compare with.
+
+    Returns:
+        The trainer, and the held-out examples to measure the result on, `None` where the data is not embedded.
+
+    Raises:
+        RecipeError: If the recipe cannot be run.
+        PrecisionError: If its precision cannot work.
+    """
+    from trl import get_peft_config, get_quantization_config
+
+    import safe_trainers
+
+    from ..declared import declared_policy
+    from ..launch import check_launched
+    from ..recipes import TASKS, load_rewards
+    from .material import check_model_exists, make_datasets, make_model
+
+    trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
+    arguments = recipe.training
+    _check_resume(recipe)
+    arguments.model_init_kwargs = _model_init_kwargs(recipe)
+    asked = get_quantization_config(dataclasses.replace(recipe.model, dtype="float32"))
+    policy = declared_policy(arguments, recipe.model.model_name_or_path, trainer_class, asked)
+    policy.check()
+    compute_of_4bit = _compute_of_4bit(recipe, policy)
+    dataset, evaluation, held_out = make_datasets(recipe)
+    check_model_exists(recipe)
+
+    with _only_if_it_works(Path(arguments.output_dir)):
+        settings: dict[str, Any] = {
+            "model": make_model(recipe, console),
+            "args": arguments,
+            "train_dataset": dataset,
+            "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
+            "quantization_config": get_quantization_config(dataclasses.replace(recipe.model, dtype=compute_of_4bit)),
+            "peft_config": get_peft_config(dataclasses.replace(recipe.model, lora_task_type=_lora_task_type(recipe))),
+        }
+        if hasattr(recipe.script, "reward_funcs"):
+            settings["reward_funcs"] = load_rewards(recipe)
+        trainer = trainer_class(**settings)
+        check_launched(trainer.accelerator)
+    return trainer, held_out
+
+
+def _check_resume(recipe: Any) -> None:
+    """Refuses to go on from the newest checkpoint where there is none that is complete."""
+    from ..checkpoint_files import checkpoints_in, choose_checkpoint
+
+    arguments = recipe.training
+    if str(arguments.resume_from_checkpoint).lower() != "true" or Path("true").is_dir():
+        return
+    found = checkpoints_in(Path(arguments.output_dir))
+    if any(checkpoint.complete for checkpoint in found):
+        return
+    if found:
+        choose_checkpoint(True, Path(arguments.output_dir))
+        return
+    raise RecipeError(
+        f"there is no checkpoint in output_dir {arguments.output_dir} to go on from. Drop --resume, or write: "
+        "--resume FOLDER"
+    )
 
 
 def _lora_task_type(recipe: Any) -> str:
@@ -233,140 +304,6 @@ def _compute_of_4bit(recipe: Any, policy: Any) -> str:
     if problem is not None:
         raise PrecisionError([problem])
     return decided
-
-
-def _check_model_exists(recipe: Any) -> None:
-    """Refuses a model that cannot be found, before anything is written."""
-    from transformers import AutoConfig
-
-    from ..recipes import embedded_name
-
-    name = recipe.model.model_name_or_path
-    if embedded_name(name) is not None:
-        return
-    try:
-        AutoConfig.from_pretrained(
-            name, revision=recipe.model.model_revision, trust_remote_code=recipe.training.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model {name} cannot be read: {str(error).splitlines()[0]}") from None
-
-
-def _datasets(recipe: Any) -> tuple[Any, Any, Any]:
-    """The training set, the evaluation set, and held-out examples to score, the last where the data is embedded."""
-    from .. import tiny
-    from ..recipes import embedded_name
-
-    extra, seed = recipe.extra, recipe.training.seed
-    embedded = embedded_name(recipe.script.dataset_name)
-    if embedded is None:
-        splits = _load_dataset(recipe)
-        train = _prepared(recipe, splits, recipe.script.dataset_train_split)
-        evaluated = recipe.training.eval_strategy != "no"
-        return train, _prepared(recipe, splits, recipe.script.dataset_test_split) if evaluated else None, None
-    size = max(extra.evaluation_size, 1)
-    if embedded == "preferences":
-        held_out = tiny.preference_dataset(size, seed, split="heldout")
-        return tiny.preference_dataset(extra.dataset_size, seed, split="train"), held_out, held_out
-    make = tiny.sft_dataset if recipe.task == "sft" else tiny.prompt_dataset
-    return (
-        make(extra.dataset_size, seed, split="train", shuffle_images=extra.shuffle_images),
-        make(size, seed, split="heldout"),
-        tiny.prompt_dataset(size, seed, split="heldout"),
-    )
-
-
-def _load_dataset(recipe: Any) -> Any:
-    from datasets import load_dataset
-    from trl import get_dataset
-
-    script = recipe.script
-    if recipe.mixture.datasets:
-        splits = get_dataset(recipe.mixture)
-    else:
-        try:
-            splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-        except (FileNotFoundError, ConnectionError, ValueError) as error:
-            raise RecipeError(f"dataset {script.dataset_name} cannot be loaded: {error}") from error
-    return splits
-
-
-def _prepared(recipe: Any, splits: Any, split: str) -> Any:
-    """A split of the dataset with the columns that the recipe makes of it."""
-    from ..data import prepare_dataset
-    from ..recipes import check_columns
-
-    name = recipe.script.dataset_name or "of the mixture"
-    made = prepare_dataset(_split(recipe, splits, split), recipe.extra, name, needs_images=recipe.extra.needs_images)
-    check_columns(recipe, made.column_names or list(next(iter(made), {})))
-    return made
-
-
-def _split(recipe: Any, splits: Any, name: str) -> Any:
-    from ..errors import nearest
-
-    if name not in splits:
-        near = nearest(name, list(splits))
-        hint = f"; did you mean {near!r}?" if near else f", only {', '.join(splits)}"
-        raise RecipeError(f"dataset {recipe.script.dataset_name} has no split {name!r}{hint}")
-    return splits[name]
-
-
-def _model(recipe: Any, console: Console) -> str:
-    """The model to train: its name, or a folder that an embedded model was made in and warmed up."""
-    import torch
-
-    from .. import tiny
-    from ..recipes import embedded_name
-
-    family = embedded_name(recipe.model.model_name_or_path)
-    if family is None:
-        return str(recipe.model.model_name_or_path)
-    # Threads cost so small a model more than they give, and on a busy machine many times more.
-    torch.set_num_threads(1)
-    output_dir = Path(recipe.training.output_dir)
-    folder = output_dir / "model"
-    # Beside its place until it is whole: a run that is stopped leaves no half model.
-    with tempfile.TemporaryDirectory(dir=output_dir, prefix=".model-") as scratch:
-        made = tiny.save(family, Path(scratch) / "model", seed=recipe.training.seed)
-        if recipe.extra.warm_up_steps:
-            _warm_up(recipe, made, console)
-        if folder.exists():
-            shutil.rmtree(folder)
-        made.rename(folder)
-    return str(folder)
-
-
-def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
-    """Trains an embedded model on answers for a while, and writes it back in float32.
-
-    Under the autocast of the run itself: accelerate keeps one mixed precision for the life of a process.
-    """
-    from .. import SafeSFTConfig, SafeSFTTrainer, tiny
-    from .progress import show_progress
-
-    extra, training = recipe.extra, recipe.training
-    arguments = SafeSFTConfig(
-        output_dir=str(folder.parent),
-        bf16=training.bf16,
-        fp16=training.fp16,
-        use_cpu=training.use_cpu,
-        max_steps=extra.warm_up_steps,
-        per_device_train_batch_size=extra.warm_up_batch_size,
-        learning_rate=extra.warm_up_learning_rate,
-        completion_only_loss=True,
-        gradient_checkpointing=False,
-        max_length=None,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=training.seed,
-    )
-    dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train", bias=extra.warm_up_bias)
-    trainer = SafeSFTTrainer(model=str(folder), args=arguments, train_dataset=dataset)
-    show_progress(trainer, console, "warm-up", extra.progress)
-    trainer.train()
-    trainer.save_model(str(folder))
 
 
 def _score(recipe: Any, trainer: Any, held_out: Any) -> tuple[str, Any, float] | None:

@@ -1,0 +1,149 @@
+"""What a run is made from: its datasets, and the embedded models, which are made on the spot."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import RecipeError
+
+
+def check_model_exists(recipe: Any) -> None:
+    """Refuses a model that cannot be found, before anything is written."""
+    from transformers import AutoConfig
+
+    from ..recipes import embedded_name
+
+    name = recipe.model.model_name_or_path
+    if embedded_name(name) is not None:
+        return
+    try:
+        AutoConfig.from_pretrained(
+            name, revision=recipe.model.model_revision, trust_remote_code=recipe.training.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model {name} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def make_datasets(recipe: Any) -> tuple[Any, Any, Any]:
+    """The training set, the evaluation set, and held-out examples to score, the last where the data is embedded."""
+    from .. import tiny
+    from ..recipes import embedded_name
+
+    extra, seed = recipe.extra, recipe.training.seed
+    embedded = embedded_name(recipe.script.dataset_name)
+    if embedded is None:
+        splits = _load_dataset(recipe)
+        train = _with_columns(recipe, _split(recipe, splits, recipe.script.dataset_train_split))
+        if recipe.training.eval_strategy == "no":
+            return train, None, None
+        return train, _with_columns(recipe, _split(recipe, splits, recipe.script.dataset_test_split)), None
+    size = max(extra.evaluation_size, 1)
+    if embedded == "preferences":
+        train = tiny.preference_dataset(extra.dataset_size, seed, split="train")
+        evaluation = held_out = tiny.preference_dataset(size, seed, split="heldout")
+    else:
+        make = tiny.sft_dataset if recipe.task == "sft" else tiny.prompt_dataset
+        train = make(extra.dataset_size, seed, split="train", shuffle_images=extra.shuffle_images)
+        evaluation = make(size, seed, split="heldout")
+        held_out = tiny.prompt_dataset(size, seed, split="heldout")
+    return _with_columns(recipe, train), _with_columns(recipe, evaluation), held_out
+
+
+def _load_dataset(recipe: Any) -> Any:
+    from datasets import load_dataset
+    from trl import get_dataset
+
+    script = recipe.script
+    if recipe.mixture.datasets:
+        splits = get_dataset(recipe.mixture)
+    else:
+        try:
+            splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        except (FileNotFoundError, ConnectionError, ValueError) as error:
+            raise RecipeError(f"dataset {script.dataset_name} cannot be loaded: {error}") from error
+    return splits
+
+
+def _with_columns(recipe: Any, dataset: Any) -> Any:
+    """The dataset with the columns that the recipe makes of it."""
+    from ..data import prepare_dataset
+    from ..recipes import check_columns
+
+    name = recipe.script.dataset_name or "of the mixture"
+    made = prepare_dataset(dataset, recipe.extra, name, needs_images=recipe.extra.needs_images)
+    check_columns(recipe, made.column_names or list(next(iter(made), {})))
+    return made
+
+
+def _split(recipe: Any, splits: Any, name: str) -> Any:
+    from ..errors import nearest
+
+    if name not in splits:
+        near = nearest(name, list(splits))
+        hint = f"; did you mean {near!r}?" if near else f", only {', '.join(splits)}"
+        raise RecipeError(f"dataset {recipe.script.dataset_name} has no split {name!r}{hint}")
+    return splits[name]
+
+
+def make_model(recipe: Any, console: Console) -> str:
+    """The model to train: its name, or a folder that an embedded model was made in and warmed up."""
+    import torch
+    from accelerate import PartialState
+
+    from .. import tiny
+    from ..recipes import embedded_name
+
+    family = embedded_name(recipe.model.model_name_or_path)
+    if family is None:
+        return str(recipe.model.model_name_or_path)
+    # Threads cost so small a model more than they give, and on a busy machine many times more.
+    torch.set_num_threads(1)
+    output_dir = Path(recipe.training.output_dir)
+    folder, state = output_dir / "model", PartialState()
+    # Beside its place until it is whole: a run that is stopped leaves no half model. Each process makes its own, which
+    # are the same, so that all of them can warm it up together; the first one's is kept.
+    with tempfile.TemporaryDirectory(dir=output_dir, prefix=".model-") as scratch:
+        made = tiny.save(family, Path(scratch) / "model", seed=recipe.training.seed)
+        if recipe.extra.warm_up_steps:
+            _warm_up(recipe, made, console)
+        if state.is_main_process:
+            if folder.exists():
+                shutil.rmtree(folder)
+            made.rename(folder)
+        state.wait_for_everyone()
+    return str(folder)
+
+
+def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
+    """Trains an embedded model on answers for a while, and writes it back in float32.
+
+    Under the autocast of the run itself: accelerate keeps one mixed precision for the life of a process.
+    """
+    from .. import SafeSFTConfig, SafeSFTTrainer, tiny
+    from .progress import show_progress
+
+    extra, training = recipe.extra, recipe.training
+    arguments = SafeSFTConfig(
+        output_dir=str(folder.parent),
+        bf16=training.bf16,
+        fp16=training.fp16,
+        use_cpu=training.use_cpu,
+        max_steps=extra.warm_up_steps,
+        per_device_train_batch_size=extra.warm_up_batch_size,
+        learning_rate=extra.warm_up_learning_rate,
+        completion_only_loss=True,
+        gradient_checkpointing=False,
+        max_length=None,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=training.seed,
+    )
+    dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train", bias=extra.warm_up_bias)
+    trainer = SafeSFTTrainer(model=str(folder), args=arguments, train_dataset=dataset)
+    show_progress(trainer, console, "warm-up", extra.progress)
+    trainer.train()
+    trainer.save_model(str(folder))
