@@ -133,8 +133,8 @@ class MismatchMetrics:
             if rewards.shape[1] > 1:  # a function that gives none is left out of the sum, and nothing would show it
                 columns |= {f"/{name}": missing[:, number] for number, name in enumerate(names)}
             logged = self._metrics["train" if self.model.training else "eval"]  # type: ignore[attr-defined]
-            for name, column in columns.items():
-                logged[f"precision/unrewarded_frac{name}"].append(column.double().mean().item())
+            for name, column in columns.items():  # one by one, since the last batch of an evaluation may be smaller
+                logged[f"precision/unrewarded_frac{name}"].extend(column.double().tolist())
         return rewards
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -585,6 +585,19 @@ def test_of_several_functions_each_is_counted(task, value):
         }
 
 
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_a_smaller_last_batch_of_an_evaluation_counts_by_its_completions(task):
+    made = cells.arguments(Cell("text", task, "fp32", None), cells.SAFE_CONFIG[task], per_device_eval_batch_size=4)
+    made["eval_dataset"] = made["train_dataset"].select(range(5))  # ten completions: 4, 4 and 2
+    trainer = cells.SAFE[task](
+        **{
+            **made,
+            "reward_funcs": lambda completions, **_: [None if len(completions) < 4 else 1.0 for _ in completions],
+        }
+    )
+    assert trainer.evaluate()["eval_precision/unrewarded_frac"] == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
 def test_an_infinite_reward_is_refused_where_stock_trains_on(task, value):
