@@ -78,7 +78,8 @@ def take_inventory(model: nn.Module, circumstances: Circumstances, name: str | N
     Args:
         model: A transformers model, wrapped or not, whole or sharded, on any device (meta too).
         circumstances: What it is counted under.
-        name: What to call it as a whole, for a model beside the policy; by default its parts are told apart.
+        name: What to call it as a whole, for a model beside the policy, of which nothing is trained; by default its
+            parts are told apart.
 
     Returns:
         Its groups, in the order of the model, adapters after the rest; buffers last.
@@ -94,7 +95,7 @@ def take_inventory(model: nn.Module, circumstances: Circumstances, name: str | N
             held, statistics = f"{_format(parameter, layer)} in {held}", _statistics(parameter, layer)
             compute = _computes_in(layer)
         compute = compute or circumstances.compute(part, parameter, held)
-        key = (part, held, parameter.requires_grad, compute)
+        key = (part, held, parameter.requires_grad and name is None, compute)
         row = rows.setdefault(key, _Row())
         elements, size = _size(parameter)
         row.add(parameter_name, elements, size + statistics)
@@ -256,7 +257,8 @@ def _bytes(tensor: Any) -> int:
     """The bytes of a tensor; of one that wraps others (shards, torchao's), of those that it holds."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return sum(_bytes(getattr(tensor, name)) for name in names)
+        held = (getattr(tensor, name) for name in names)
+        return sum(_bytes(part) for part in held if isinstance(part, torch.Tensor))
     size: int = tensor.numel() * tensor.element_size()
     return size
 
