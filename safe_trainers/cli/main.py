@@ -93,14 +93,16 @@ def _module(command: Command) -> ModuleType:
     return importlib.import_module(f".{command.module}", __package__)
 
 
-def run() -> None:
-    """The installed program: `main`, in a process of its own, whose output is for a person to read.
-
-    What the libraries report of their own accord is set to errors only; each variable can be set otherwise.
-    """
+def quieten() -> None:
+    """Sets what the libraries report of their own accord to errors only; each variable can be set otherwise."""
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+
+
+def run() -> None:
+    """The installed program: `main`, in a process of its own, whose output is for a person to read."""
+    quieten()
     sys.exit(main())
