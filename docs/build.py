@@ -6,6 +6,8 @@ import string
 from pathlib import Path
 from typing import Any
 
+from safe_trainers.catalogue import FOREIGN, own_entries
+from safe_trainers.catalogue_entry import Entry
 from safe_trainers.errors import REFUSALS, WARNINGS, Finding
 
 
@@ -188,6 +190,43 @@ def mismatch_plot(file: Path) -> None:
     FigureCanvasAgg(figure).print_png(str(file), metadata={"Software": None})
 
 
+def errors_page() -> str:
+    """The page of the error texts that `safe-trainers explain` knows, as it is written to `errors.md`."""
+    packages = sorted({entry.package for entry in FOREIGN.values()})
+    lines = [
+        "# Error texts",
+        "",
+        "Made from the catalogue of `safe-trainers explain` by `make docs`. The command takes a message, a log file",
+        "or a pipe (`python train.py 2>&1 | safe-trainers explain`), takes colours, ranks and tracebacks away, and says",
+        "which of these errors stopped the run, why, and what to write; … stands for anything. Each text is provoked",
+        "with the installed packages by `tests/test_catalogue.py`, or has its place upstream.",
+        "",
+    ]
+    for package in packages:
+        lines += [f"## {package}", ""]
+        lines += [line for entry in FOREIGN.values() if entry.package == package for line in _error(entry)]
+    lines += [
+        "## safe-trainers",
+        "",
+        "Our own errors carry their id in brackets, and end with the line to write:",
+        "",
+        *(
+            f"- [{key}](refusals.md#{key})" if key in REFUSALS or key in WARNINGS else f"- {key}: {entry.cause}"
+            for key, entry in sorted(own_entries().items())
+        ),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _error(entry: Entry) -> list[str]:
+    fence = "``" if any("`" in text for text in entry.texts) else "`"
+    pad = " " if fence == "``" else ""
+    texts = [f"{'  ' if len(entry.texts) > 1 else ''}- {fence}{pad}{text}{pad}{fence}" for text in entry.texts]
+    texts = ["- texts:", *texts] if len(texts) > 1 else [f"- text: {texts[0][2:]}"]
+    link = [f"- upstream: <{entry.link}>"] if entry.link else []
+    return [f"### {entry.id}", "", *texts, f"- why: {entry.cause}", f"- fix: {entry.fix}", *link, ""]
+
+
 def _range(values: list[float]) -> str:
     return " to ".join(f"{value:.3f}" for value in values)
 
@@ -207,3 +246,4 @@ if __name__ == "__main__":
     Path(__file__).with_name("metrics.md").write_text(metrics_page(), encoding="utf-8")
     Path(__file__).with_name("mismatch.md").write_text(mismatch_page(), encoding="utf-8")
     mismatch_plot(Path(__file__).with_name("mismatch.png"))
+    Path(__file__).with_name("errors.md").write_text(errors_page(), encoding="utf-8")
