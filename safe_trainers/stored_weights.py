@@ -181,7 +181,7 @@ def _on_meta(folder: Path | None, config: Any) -> Any:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder) if config is None else config
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False) if config is None else config
         architecture = (getattr(config, "architectures", None) or [""])[0]
         family = getattr(transformers, architecture, None)
         if family is None:

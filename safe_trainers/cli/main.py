@@ -38,6 +38,8 @@ COMMANDS = {
     "demo": Command(
         "show stock TRL crash and the safe trainer learn, on a tiny model", "demo", takes_recipe_keys=True
     ),
+    "report": Command("say what a model, a recipe or a checkpoint holds and computes in", "report"),
+    "compare": Command("say what differs between two of them, or between two saved reports", "compare"),
 }
 """The commands, in the order of the help."""
 
