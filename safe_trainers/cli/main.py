@@ -38,8 +38,12 @@ COMMANDS = {
     "demo": Command(
         "show stock TRL crash and the safe trainer learn, on a tiny model", "demo", takes_recipe_keys=True
     ),
+    "validate": Command("check recipes: every problem at once, in a second", "validate"),
+    "list": Command("list the recipes and launch configs that come with the package", "list_"),
+    "copy": Command("copy one of them into the current folder", "copy_"),
     "report": Command("say what a model, a recipe or a checkpoint holds and computes in", "report"),
     "compare": Command("say what differs between two of them, or between two saved reports", "compare"),
+    "explain": Command("say what an error text or a log means, and the line to write", "explain"),
 }
 """The commands, in the order of the help."""
 
