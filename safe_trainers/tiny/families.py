@@ -114,11 +114,11 @@ def check_choice(what: str, value: object, accepted: Sequence[str]) -> str:
     raise ValueError(f"Unknown {what} {value!r}: it must be one of {', '.join(map(repr, accepted))}.{hint}")
 
 
-def family_spec(family: str) -> Family:
+def family_spec(family: str | Family) -> Family:
     """Return what the builders have to know about a family.
 
     Args:
-        family: One of `FAMILIES`.
+        family: One of `FAMILIES`, or the specification of a family that is none of them.
 
     Returns:
         Its specification.
@@ -126,4 +126,4 @@ def family_spec(family: str) -> Family:
     Raises:
         ValueError: If there is no such family.
     """
-    return _SPECS[check_choice("family", family, FAMILIES)]
+    return family if isinstance(family, Family) else _SPECS[check_choice("family", family, FAMILIES)]

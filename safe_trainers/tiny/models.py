@@ -52,8 +52,13 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> dict[str, Any]:
-    """Return the options every text config shares, for a tokenizer's vocabulary."""
+def text_options(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> dict[str, Any]:
+    """Return the options that every text config shares, as keywords of the config.
+
+    Args:
+        tokenizer: The tokenizer whose vocabulary and special tokens the model is for.
+        changes: Options of the one config, instead of or beside the shared ones.
+    """
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": _HIDDEN,
@@ -71,8 +76,12 @@ def _text(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> dict[str, Any]:
     }
 
 
-def _vision(**changes: Any) -> dict[str, Any]:
-    """Return the options most vision configs share."""
+def vision_options(**changes: Any) -> dict[str, Any]:
+    """Return the options that most vision configs share, as keywords of the config.
+
+    Args:
+        changes: Options of the one config, instead of or beside the shared ones.
+    """
     return {
         "hidden_size": _HIDDEN,
         "intermediate_size": _MLP,
@@ -87,10 +96,10 @@ def _vision(**changes: Any) -> dict[str, Any]:
 
 def _llava(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     # Without the class token a CLIP tower would read a patch less than the processor announces, so a Siglip tower.
-    vision = AutoConfig.for_model("siglip_vision_model", **_vision(vision_use_head=False))
+    vision = AutoConfig.for_model("siglip_vision_model", **vision_options(vision_use_head=False))
     config = LlavaConfig(
         vision_config=vision,
-        text_config=LlamaConfig(**_text(tokenizer)),
+        text_config=LlamaConfig(**text_options(tokenizer)),
         image_token_index=ids["image_token"],
         image_seq_length=_TOKENS_PER_SIDE**2,
         vision_feature_select_strategy="full",
@@ -102,8 +111,8 @@ def _llava(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTraine
 def _aria(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = AriaConfig(
         # transformers 4.57 leaves a text config that is given as a dictionary as it is.
-        vision_config={"model_type": "idefics3_vision", **_vision()},
-        text_config=AriaTextConfig(**_text(tokenizer, moe_num_experts=2, moe_topk=2, moe_num_shared_experts=1)),
+        vision_config={"model_type": "idefics3_vision", **vision_options()},
+        text_config=AriaTextConfig(**text_options(tokenizer, moe_num_experts=2, moe_topk=2, moe_num_shared_experts=1)),
         projector_patch_to_query_dict={_TOKENS_PER_SIDE**2: _TOKENS_PER_SIDE**2},
         image_token_index=ids["image_token"],
         initializer_range=_INIT_STD,
@@ -132,7 +141,7 @@ def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreT
             "fullatt_block_indexes": [0],
             "out_hidden_size": _HIDDEN,
         },
-        text_config=_text(tokenizer, rope_parameters=rope),
+        text_config=text_options(tokenizer, rope_parameters=rope),
         image_token_id=ids["image_token"],
         video_token_id=ids["video_token"],
         vision_start_token_id=ids["vision_start_token"],
@@ -143,8 +152,8 @@ def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreT
 
 def _idefics3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = Idefics3Config(
-        vision_config=_vision(),
-        text_config=LlamaConfig(**_text(tokenizer)),
+        vision_config=vision_options(),
+        text_config=LlamaConfig(**text_options(tokenizer)),
         image_token_id=ids["image_token"],
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=1,
@@ -154,8 +163,8 @@ def _idefics3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTra
 
 def _smolvlm(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = SmolVLMConfig(
-        vision_config=_vision(),
-        text_config=LlamaConfig(**_text(tokenizer)),
+        vision_config=vision_options(),
+        text_config=LlamaConfig(**text_options(tokenizer)),
         image_token_id=ids["image_token"],
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=1,
@@ -166,8 +175,8 @@ def _smolvlm(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrai
 def _gemma3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     head = _HIDDEN // _HEADS
     config = Gemma3Config(
-        vision_config={"model_type": "siglip_vision_model", **_vision(vision_use_head=False)},
-        text_config=_text(tokenizer, head_dim=head, query_pre_attn_scalar=head, sliding_window=512),
+        vision_config={"model_type": "siglip_vision_model", **vision_options(vision_use_head=False)},
+        text_config=text_options(tokenizer, head_dim=head, query_pre_attn_scalar=head, sliding_window=512),
         mm_tokens_per_image=_TOKENS_PER_SIDE**2,
         boi_token_index=ids["boi_token"],
         eoi_token_index=ids["eoi_token"],
@@ -182,14 +191,14 @@ def _gemma3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrain
 
 def _llama4(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = Llama4Config(
-        vision_config=_vision(
+        vision_config=vision_options(
             # The adapter reads patches shuffled by `pixel_shuffle_ratio`, i.e. four times as wide.
             intermediate_size=int(_HIDDEN // 0.5**2),
             projector_input_dim=_HIDDEN,
             projector_output_dim=_HIDDEN,
             vision_output_dim=_HIDDEN,
         ),
-        text_config=_text(
+        text_config=text_options(
             tokenizer,
             head_dim=_HIDDEN // _HEADS,
             intermediate_size_mlp=_MLP,
@@ -204,7 +213,7 @@ def _llama4(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrain
 
 
 def _nocast(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
-    text = _text(tokenizer)
+    text = text_options(tokenizer)
     tokens = {name: text[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     config = NoCastConfig(text_config=text, image_token_id=ids["image_token"], **tokens)
     return NoCastForConditionalGeneration(config)
@@ -213,7 +222,7 @@ def _nocast(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrain
 def _gpt_oss(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = GptOssConfig(
         # Attention alternates between a sliding window and all tokens; the experts are fused into one parameter each.
-        **_text(tokenizer, num_hidden_layers=2, head_dim=_HIDDEN // _HEADS, intermediate_size=_HIDDEN),
+        **text_options(tokenizer, num_hidden_layers=2, head_dim=_HIDDEN // _HEADS, intermediate_size=_HIDDEN),
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=128,
@@ -223,7 +232,7 @@ def _gpt_oss(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrai
 
 
 def _text_only(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**_text(tokenizer)))
+    return LlamaForCausalLM(LlamaConfig(**text_options(tokenizer)))
 
 
 _BUILDERS: dict[str, Callable[[PreTrainedTokenizerBase, dict[str, int]], PreTrainedModel]] = {
@@ -257,8 +266,17 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return _DTYPES[check_choice("dtype", dtype, tuple(_DTYPES))]
 
 
-def _finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Cast the weights and set the generation defaults."""
+def finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str) -> PreTrainedModel:
+    """Cast the weights and set the generation defaults.
+
+    Args:
+        model: A model with random weights; it is changed.
+        tokenizer: The tokenizer the model is for.
+        dtype: Weight dtype: float32, bfloat16 or float16, or its name.
+
+    Returns:
+        The model, in evaluation mode.
+    """
     resolved = resolve_dtype(dtype)
     # Parameters only, as `from_pretrained` does: rotary tables stay float32, or complex in Llama 4.
     for parameter in model.parameters():
@@ -306,7 +324,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _BUILDERS[family](tokenizer, ids)
-    return _finish(model, tokenizer, resolved)
+    return finish(model, tokenizer, resolved)
 
 
 def build_reward_model(
@@ -332,5 +350,5 @@ def build_reward_model(
     tokenizer = build_tokenizer("text") if tokenizer is None else tokenizer
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForSequenceClassification(LlamaConfig(**_text(tokenizer), num_labels=1))
-    return _finish(model, tokenizer, resolved)
+        model = LlamaForSequenceClassification(LlamaConfig(**text_options(tokenizer), num_labels=1))
+    return finish(model, tokenizer, resolved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from safe_trainers.tiny.families import IMAGE_SIZE, PATCH_SIZE, VISION_FAMILIES, family_spec
+from safe_trainers.tiny.families import IMAGE_SIZE, PATCH_SIZE, VISION_FAMILIES, Family, family_spec
 from safe_trainers.tiny.tokenizer import build_tokenizer, chat_template, marker_ids
 
 
@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 _NORMALIZE: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 
 
-def _image_processor(name: str, **kwargs: Any) -> Any:
-    """Build an image processor on the PIL backend.
+def image_processor(name: str, **kwargs: Any) -> Any:
+    """Build an image processor on the PIL backend that normalises to `[-1, 1]`.
 
     transformers 5 names the PIL classes `...Pil` and gives the plain name to torchvision; before, the plain name was
     the PIL class.
+
+    Args:
+        name: The plain name of the class in transformers.
+        kwargs: Its options.
+
+    Returns:
+        The image processor.
     """
     import transformers
 
@@ -26,14 +33,14 @@ def _image_processor(name: str, **kwargs: Any) -> Any:
     return cls(**_NORMALIZE, **kwargs)
 
 
-def _llava_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+def llava_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     """One square picture, one image token per patch (or per group of patches)."""
     from transformers import LlavaProcessor
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    image_processor = _image_processor("CLIPImageProcessor", size=size, do_center_crop=False)
+    pixels = image_processor("CLIPImageProcessor", size=size, do_center_crop=False)
     return LlavaProcessor(
-        image_processor=image_processor,
+        image_processor=pixels,
         tokenizer=tokenizer,
         patch_size=family_spec(family).patch_tokens,
         vision_feature_select_strategy="full",
@@ -41,30 +48,28 @@ def _llava_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> Process
     )
 
 
-def _qwen_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+def qwen_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     """Patches as rows with a grid. `Qwen2_5_VLProcessor` itself demands a video processor, which needs torchvision.
 
     PaddleOCR-VL reads the same inputs with the same token type ids, without videos.
     """
     from transformers import PaddleOCRVLProcessor
 
-    image_processor = _image_processor(
+    pixels = image_processor(
         "Qwen2VLImageProcessor",
         size={"shortest_edge": IMAGE_SIZE**2, "longest_edge": IMAGE_SIZE**2},
         patch_size=PATCH_SIZE,
         merge_size=2,
         temporal_patch_size=2,
     )
-    return PaddleOCRVLProcessor(
-        image_processor=image_processor, tokenizer=tokenizer, chat_template=chat_template(family)
-    )
+    return PaddleOCRVLProcessor(image_processor=pixels, tokenizer=tokenizer, chat_template=chat_template(family))
 
 
-def _idefics_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+def idefics_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     """Pictures as `(batch, images, ...)` with a mask. SmolVLM's own processor needs torchvision and num2words."""
     from transformers import Idefics3Processor
 
-    image_processor = _image_processor(
+    pixels = image_processor(
         "Idefics3ImageProcessor",
         size={"longest_edge": IMAGE_SIZE},
         max_image_size={"longest_edge": IMAGE_SIZE},
@@ -72,21 +77,21 @@ def _idefics_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> Proce
     )
     side = IMAGE_SIZE // family_spec(family).patch_tokens
     return Idefics3Processor(
-        image_processor=image_processor,
+        image_processor=pixels,
         tokenizer=tokenizer,
         image_seq_len=side**2,
         chat_template=chat_template(family),
     )
 
 
-def _gemma_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+def gemma_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     """A fixed number of soft tokens per picture, and token type ids that let them see one another."""
     from transformers import Gemma3Processor
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     side = IMAGE_SIZE // family_spec(family).patch_tokens
     return Gemma3Processor(
-        image_processor=_image_processor("Gemma3ImageProcessor", size=size, do_pan_and_scan=False),
+        image_processor=image_processor("Gemma3ImageProcessor", size=size, do_pan_and_scan=False),
         tokenizer=tokenizer,
         image_seq_length=side**2,
         chat_template=chat_template(family),
@@ -94,10 +99,10 @@ def _gemma_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> Process
 
 
 _BUILDERS = {
-    "qwen2_5_vl": _qwen_processor,
-    "smolvlm": _idefics_processor,
-    "idefics3": _idefics_processor,
-    "gemma3": _gemma_processor,
+    "qwen2_5_vl": qwen_processor,
+    "smolvlm": idefics_processor,
+    "idefics3": idefics_processor,
+    "gemma3": gemma_processor,
 }
 
 
@@ -120,7 +125,7 @@ def build_processor(family: str) -> ProcessorMixin | PreTrainedTokenizerBase:
     tokenizer = build_tokenizer(family)
     if spec.name not in VISION_FAMILIES:
         return tokenizer
-    return _BUILDERS.get(family, _llava_processor)(family, tokenizer)
+    return _BUILDERS.get(family, llava_processor)(family, tokenizer)
 
 
 def generation_kwargs(processor: ProcessorMixin | PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safe_trainers.tiny.models import build_model, build_reward_model, resolve_dtype
 from safe_trainers.tiny.processors import build_processor
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
 def save(family: str, folder: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32") -> Path:
@@ -37,7 +42,25 @@ def save(family: str, folder: str | os.PathLike[str], *, seed: int = 0, dtype: s
         processor = build_processor(family)
         tokenizer = getattr(processor, "tokenizer", processor)
         model = build_model(family, seed=seed, dtype=dtype, tokenizer=tokenizer)
+    return write(model, processor, folder)
 
+
+def write(
+    model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, folder: str | os.PathLike[str]
+) -> Path:
+    """Write a model and its processor as one checkpoint, complete or not at all.
+
+    Args:
+        model: The model.
+        processor: Its processor, or tokenizer.
+        folder: Where to write.
+
+    Returns:
+        The folder, absolute.
+
+    Raises:
+        FileExistsError: If `folder` exists and holds no `config.json`, i.e. is no checkpoint to replace.
+    """
     target = Path(folder).absolute()
     if target.exists() and not (target / "config.json").is_file() and any(target.iterdir()):
         raise FileExistsError(f"{target} exists and is no checkpoint: give a new folder or remove it first.")

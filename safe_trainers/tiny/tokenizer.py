@@ -41,7 +41,7 @@ _CONTENT = """\
 {%- endif -%}"""
 
 
-def chat_template(family: str) -> str:
+def chat_template(family: str | Family) -> str:
     """Return the chat template of a family.
 
     A prompt rendered with `add_generation_prompt=True` is a prefix of the prompt with its answer, and an answer ends
@@ -49,7 +49,7 @@ def chat_template(family: str) -> str:
     assistant says.
 
     Args:
-        family: One of `FAMILIES`.
+        family: One of `FAMILIES`, or the specification of a family that is none of them.
 
     Returns:
         A Jinja template.
@@ -72,7 +72,7 @@ def _vocabulary(spec: Family) -> dict[str, int]:
     return {token: index for index, token in enumerate(dict.fromkeys(tokens))}
 
 
-def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
+def build_tokenizer(family: str | Family) -> PreTrainedTokenizerFast:
     """Build the tokenizer of a family.
 
     Each word of the task is one token, with and without a leading space; any other text falls back to its UTF-8
@@ -80,7 +80,7 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     word up whole first.
 
     Args:
-        family: One of `FAMILIES`.
+        family: One of `FAMILIES`, or the specification of a family that is none of them.
 
     Returns:
         A fast tokenizer that pads on the left, with chat template and multimodal tokens set.
