@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format matrix slow gpu bench bench-mismatch evidence docs compat clean
+.PHONY: help schema setup demo test lint format matrix slow gpu bench bench-mismatch evidence docs compat clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ evidence: setup ## run the embedded recipes and their controls again and write d
 docs: setup ## rewrite the pages that are made from the code, and build the site; any warning is an error
 	@$(BIN)/python docs/build.py
 	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
+
+schema: setup ## write down the keys of recipes of the installed TRL, which `validate` reads
+	@$(BIN)/python -m safe_trainers.schema_make
 
 compat: setup ## the tests of the supported range of versions
 	@$(BIN)/python -m pytest tests/compat

@@ -1,5 +1,6 @@
 """The recipes and launch configs that come with the package: where they are, and what their headers say."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +8,13 @@ from typing import Literal
 
 from .errors import RecipeError, hint, nearest
 from .recipe_file import read_file
+from .report import Report, Table
 
 
 Kind = Literal["recipes", "configs"]
+
+HEADINGS = frozenset({"Hardware", "Versions", "Settings", "Source", "Verified"})
+"""The names that a header's paragraphs begin with."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,11 @@ class Packaged:
         return first if first.startswith("safe-trainers ") else None
 
     def said(self, name: str) -> str | None:
-        """What its header says under a name, such as `"Hardware"`: one paragraph, up to the next name or gap."""
+        """What its header says under a name of `HEADINGS`: one paragraph, up to the next name or gap."""
         lines: list[str] = []
         for line in self.header:
             head, colon, rest = line.partition(":")
-            if lines and (not line or (colon and head[:1].isupper() and " " not in head)):
+            if lines and (not line or (colon and head in HEADINGS)):
                 break
             if lines:
                 lines.append(line)
@@ -49,10 +54,9 @@ class Packaged:
 
     @property
     def summary(self) -> str:
-        """The first sentence of its header that is neither the command nor a `Name: ...` line."""
+        """The first line of its header that is neither the command nor under a name."""
         for line in self.header:
-            head, colon, _ = line.partition(":")
-            if line and line != self.command and not (colon and head[:1].isupper() and " " not in head):
+            if line and line != self.command and line.partition(":")[0] not in HEADINGS:
                 return line.split(". ")[0].removesuffix(".")
         return ""
 
@@ -105,3 +109,92 @@ def find(name: str, kind: Kind) -> Path:
             raise RecipeError(f"{name} stands for {several}. Write one of them whole")
     names = {**dict.fromkeys(known), **{path.name: None for path in files}, **{path.stem: None for path in files}}
     raise RecipeError(f"there is no {kind.removesuffix('s')} {name}{hint(nearest(plain, names))}")
+
+
+def recipe_path(name: str) -> Path:
+    """The recipe that a user means: a file, or else a packaged recipe of that name.
+
+    Args:
+        name: What was written.
+
+    Returns:
+        The file; one that does not exist is returned as it was written.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    try:
+        return find(name, "recipes")
+    except RecipeError:
+        return path
+
+
+def overview() -> Report:
+    """What comes with the package, as two tables."""
+    recipes = tuple(
+        (one.name, *(_setting(one, key) for key in ("model_name_or_path", "precision")), _first(one.said("Hardware")))
+        for one in packaged("recipes")
+    )
+    configs = tuple((one.name, one.summary) for one in packaged("configs"))
+    tables = (
+        Table("recipes", ("name", "model", "precision", "hardware"), recipes),
+        Table("configs", ("name", "what"), configs),
+    )
+    return Report("recipes and launch configs", "what comes with the package", {}, tables)
+
+
+def copy(name: str, dest: Path, *, force: bool = False) -> Path:
+    """Copies a packaged recipe or config.
+
+    Args:
+        name: Its name.
+        dest: A folder, or the name of the new file.
+        force: Whether a file that is there is overwritten.
+
+    Returns:
+        The new file.
+
+    Raises:
+        RecipeError: If there is none of that name, with the nearest one, or the file is there.
+    """
+    source = _find_any(name)
+    target = dest / source.name if dest.is_dir() else dest
+    if not target.parent.is_dir():
+        raise RecipeError(f"there is no folder {target.parent}. Run: mkdir -p {target.parent}")
+    if target.is_dir():
+        raise RecipeError(f"{target} is a folder")
+    if target.exists() and target.samefile(source):
+        raise RecipeError(f"{target} is the packaged file itself")
+    if target.exists() and not force:
+        raise RecipeError(f"{target} is there already. Write: --force, or another name")
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise RecipeError(f"{target} cannot be written: {error.strerror}") from None
+    return target
+
+
+def _find_any(name: str) -> Path:
+    """A recipe or a config; where neither is found, the nearest of both is named."""
+    said = []
+    kinds: tuple[Kind, ...] = ("configs", "recipes") if name.startswith("configs/") else ("recipes", "configs")
+    for kind in kinds:
+        try:
+            return find(name, kind)
+        except RecipeError as error:
+            said.append(str(error))
+    raise RecipeError(next((text for text in said if "stands for" in text or "did you mean" in text), said[0]))
+
+
+def _first(text: str | None) -> str | None:
+    """The first sentence."""
+    return None if text is None else text.split(". ")[0].removesuffix(".")
+
+
+def _setting(one: Packaged, key: str) -> str | None:
+    """A value of a recipe as it is written; of `precision`, what the flags say where it is not set."""
+    entries = read_file(one.path).entries
+    if key == "precision" and key not in entries:
+        flags = [flag for flag in ("bf16", "fp16") if flag in entries and entries[flag].value is True]
+        return next(iter(flags), None)
+    return entries[key].text if key in entries else None

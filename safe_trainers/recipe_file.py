@@ -95,8 +95,10 @@ def read_file(path: str | Path) -> RecipeFile:
         loader = yaml.SafeLoader(data)
         try:
             node = loader.get_single_node()
-            if _is_mapping(node, made):
+            if isinstance(node, yaml.MappingNode):
                 _fill(loader, node, made)
+            else:
+                made.flaws.append(_no_mapping(node))
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -128,21 +130,18 @@ def _bytes(path: Path, made: RecipeFile) -> bytes | None:
         return None
 
 
-def _is_mapping(node: yaml.Node | None, made: RecipeFile) -> bool:
-    if isinstance(node, yaml.MappingNode):
-        return True
-    what = {yaml.SequenceNode: "a list", yaml.ScalarNode: "one value"}.get(type(node), "nothing")  # type: ignore[arg-type]
+def _no_mapping(node: yaml.Node | None) -> Flaw:
+    what = "nothing" if node is None else "a list" if isinstance(node, yaml.SequenceNode) else "one value"
     line = None if node is None else node.start_mark.line + 1
-    made.flaws.append(Flaw(line, f"this holds {what}, and a recipe holds `key: value` lines"))
-    return False
+    return Flaw(line, f"this holds {what}, and a recipe holds `key: value` lines")
 
 
 def _fill(loader: yaml.SafeLoader, node: yaml.MappingNode, made: RecipeFile) -> None:
     """Makes the entries of the file's mapping."""
     size = _size(node, {})
     if size is None or size > MAX_VALUES:
-        what = "an alias that holds itself" if size is None else f"aliases that stand for more than {MAX_VALUES} values"
-        made.flaws.append(Flaw(None, f"this is not a recipe: it has {what}"))
+        what = "hold themselves" if size is None else f"stand for more than {MAX_VALUES} values"
+        made.flaws.append(Flaw(None, f"this is not a recipe: its aliases {what}"))
         return
     for part in _mappings(node, set()):
         made.flaws += _duplicates(part)

@@ -39,7 +39,6 @@ IN_WORDS = {
     "list[integer]": "a list of whole numbers",
     "list[number]": "a list of numbers",
     "list[mapping]": "a list of `key: value` pairs",
-    NULL: "null",
 }
 FILES_OR_MAPPINGS = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
 """Keys that take a mapping, or the name of a file that holds one."""
@@ -198,8 +197,8 @@ def _key(name: str, values: Mapping[str, Any]) -> Key:
 def convert(key: Key, value: Any, text: str | None = None) -> Any:
     """Brings a value of a file to the type that its key takes, where no meaning is lost by it.
 
-    Text that YAML 1.1 does not read as a number (`1e-5`) is one; a whole number stands for a number; a single value for
-    a list of one; the text of a number or a date for text.
+    Text that YAML 1.1 does not read as a number (`1e-5`) is one; a whole number stands for a number; a single value
+    for a list of one; the text of a number or a date for text.
 
     Args:
         key: The key.
@@ -309,14 +308,14 @@ def _chosen(key: Key, value: Any) -> Any:
         accepted = [str(choice) for choice in key.choices]
         near = nearest(str(value), accepted)
         raise UnfitValueError(
-            f"{key.name} is {shown(value)}, and takes {key.taken}" + (f"; did you mean {near!r}?" if near else ""),
+            f"{key.name} is {shown(value)}, and takes {key.taken}",
             f"{key.name}: {near}" if near else None,
         )
     return value
 
 
 def _mapping_from(key: Key, value: str) -> Any:
-    """What a text stands for where `key: value` pairs are taken: JSON, or the name of a file where the key takes one."""
+    """What a text stands for where `key: value` pairs are taken: JSON, or a file's name where the key takes one."""
     made = _json(value)
     if isinstance(made, dict):
         return made

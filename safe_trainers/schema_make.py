@@ -6,6 +6,7 @@ than running this once.
 
 import dataclasses
 import enum
+import inspect
 import sys
 import types
 import typing
@@ -85,7 +86,7 @@ def _key(field: Any, hint: Any, source: str) -> Key:
 
 def _home(cls: type, name: str) -> str:
     """The dataclass that a field is written in, of those that a class inherits from."""
-    return next(base.__name__ for base in cls.__mro__ if name in base.__dict__.get("__annotations__", {}))
+    return next(base.__name__ for base in cls.__mro__ if name in inspect.get_annotations(base))
 
 
 def _kinds(hint: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:

@@ -67,7 +67,7 @@ def test_the_command_line_wins_over_the_file(recipe):
 
 
 def test_dictionaries_and_nothing_reach_the_config(recipe):
-    read = read_recipe("grpo", recipe(model_init_kwargs={"dtype": "bfloat16"}, top_k=None))
+    read = read_recipe("grpo", recipe(precision="bf16", model_init_kwargs={"dtype": "bfloat16"}, epsilon_high=None))
     assert read.training.model_init_kwargs == {"dtype": "bfloat16"}
     assert read_recipe("sft", recipe(reward_funcs=..., num_generations=...)).script.dataset_name == "tiny:shapes"
 
@@ -75,17 +75,20 @@ def test_dictionaries_and_nothing_reach_the_config(recipe):
 BAD = {
     "misspelt key": (
         {"learning_rte": 1e-5},
-        "in recipe.yaml: there is no key 'learning_rte'; did you mean 'learning_rate'?",
+        "recipe.yaml:2: there is no key 'learning_rte'; did you mean 'learning_rate'?",
     ),
     "two misspelt keys": (
         {"num_generation": 2, "per_device_batch_size": 4},
-        "in recipe.yaml: there is no key 'num_generation'; did you mean 'num_generations'?",
+        "recipe.yaml:4: there is no key 'num_generation'; did you mean 'num_generations'?",
     ),
     "float for an integer": (
         {"num_generations": 4.0},
-        "recipe.yaml: argument --num_generations/--num-generations: invalid int value: '4.0'",
+        "recipe.yaml:4: num_generations is 4.0, and takes a whole number. Write: num_generations: 4\n",
     ),
-    "misspelt dtype": ({"dtype": "bflot16"}, "invalid choice: 'bflot16'"),
+    "misspelt dtype": (
+        {"dtype": "bflot16"},
+        "recipe.yaml:2: dtype is 'bflot16', and takes one of auto, bfloat16, float16, float32. Write: dtype: bfloat16",
+    ),
     "misspelt precision": ({"precision": "bf61"}, "fix: precision='bf16'  [unknown-dtype]"),
     "contradicting flags": (
         {"precision": "fp16", "bf16": True},
@@ -139,7 +142,11 @@ BAD = {
         {"model_name_or_path": "org/model", "warm_up_steps": 3},
         "warm_up_steps is for embedded models, and 'org/model' is none. Drop `warm_up_steps`",
     ),
-    "batch that does not divide": ({"num_generations": 3}, "recipe.yaml: generation_batch_size (4) must be divisible"),
+    "batch that does not divide": (
+        {"num_generations": 3},
+        "recipe.yaml:4: generation_batch_size (4: per_device_train_batch_size 4 on 1 "
+        "process(es), times 1) must be divisible by num_generations (3). It fits 3 processes.",
+    ),
     "output that is a file": ({"output_dir": "recipe.yaml"}, "output_dir recipe.yaml is a file."),
     "function that is no reward": (
         {"reward_funcs": ["os.path.join"]},
@@ -160,7 +167,7 @@ BAD = {
     "misspelt tracker": ({"report_to": "wandbb"}, "the trainer cannot be built: ValueError: wandbb is not supported"),
     "unknown rollout compute": (
         {"rollout_compute": "training_"},
-        "fix: rollout_compute='training'  [unknown-choice]",
+        "rollout_compute is 'training_', and takes one of training, stock. Write: rollout_compute: training",
     ),
     "weights against autocast": (
         {"precision": "bf16", "dtype": "float16"},
@@ -194,9 +201,9 @@ def test_all_unknown_keys_and_all_missing_things_are_said_at_once(recipe):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1", "recipe.yaml is not YAML: while parsing a flow sequence"),
-        ("- a\n- b\n", "recipe.yaml holds list, not `key: value` lines"),
-        ("", "recipe.yaml holds NoneType"),
+        ("a: [1", "recipe.yaml:1: this is not YAML: while parsing a flow sequence"),
+        ("- a\n- b\n", "recipe.yaml:1: this holds a list, and a recipe holds `key: value` lines"),
+        ("", "recipe.yaml: this holds nothing"),
     ],
 )
 def test_files_that_are_no_recipes(text, message, tmp_path, monkeypatch, capsys):
@@ -209,7 +216,7 @@ def test_files_that_are_no_recipes(text, message, tmp_path, monkeypatch, capsys)
 def test_a_missing_recipe_names_the_nearest(recipe, capsys):
     recipe()
     assert main(["sft", "--config", "recpie.yaml"]) == 2
-    assert capsys.readouterr().err == "error: there is no recipe recpie.yaml; did you mean 'recipe.yaml'?\n"
+    assert capsys.readouterr().err == "error: recpie.yaml: there is no such file; did you mean 'recipe.yaml'?\n"
     with pytest.raises(RecipeError, match=r"did you mean 'grpo/tiny_vlm_bf16\.yaml'"):
         find_recipe("grpo/tiny_vlm_bf61.yaml")
 
@@ -242,11 +249,11 @@ def test_precision_problems_keep_their_class(recipe):
 
 def test_a_compute_dtype_of_4_bit_layers_is_parsed_like_any_other(recipe):
     assert read_recipe("grpo", recipe()).extra.bnb_4bit_compute_dtype is None
-    read = read_recipe("grpo", [*recipe(load_in_4bit=True), "--bnb_4bit_compute_dtype", "fp16"])
+    read = read_recipe("grpo", [*recipe(load_in_4bit=True, use_peft=True), "--bnb_4bit_compute_dtype", "fp16"])
     assert read.extra.bnb_4bit_compute_dtype == "fp16"
     for misspelt in ("half", "auto"):
         with pytest.raises(PrecisionError, match=f"bnb_4bit_compute_dtype={misspelt!r}") as caught:
-            read_recipe("grpo", recipe(load_in_4bit=True, bnb_4bit_compute_dtype=misspelt))
+            read_recipe("grpo", recipe(load_in_4bit=True, use_peft=True, bnb_4bit_compute_dtype=misspelt))
         assert caught.value.problems[0].id == "unknown-dtype"
 
 

@@ -1,0 +1,244 @@
+"""What a recipe names beside its keys: models, datasets, rewards, folders. Found or not, without loading any of it."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from . import rewards
+from .data_columns import local_columns
+from .embedded import (
+    BLIND_MODELS,
+    EMBEDDED_DATASETS,
+    EMBEDDED_MODELS,
+    IMAGES,
+    TINY,
+    embedded_name,
+    is_path,
+    missing_columns,
+)
+from .errors import RecipeError, hint, nearest
+from .schema import FILES_OR_MAPPINGS, shown
+from .settings import Remark, Settings
+from .static_rewards import missing_function
+
+
+DISKS = frozenset({"nvme_path", "output_path", "output_file", "csv_monitor", "tensorboard", "job_name"})
+"""Entries of an engine's config that name a place to write to, or hold one."""
+
+CACHES = frozenset({"cache_dir", "offload_folder"})
+"""Entries of `model_init_kwargs` that name a folder to write to."""
+
+NAMES = ("run_name", "project", "hub_model_id")
+"""Keys that trackers and the hub make names of folders from."""
+
+
+def place_checks(settings: Settings) -> Iterator[Remark]:
+    """What cannot be found, and what would be written in the wrong place.
+
+    Args:
+        settings: The recipe's.
+
+    Yields:
+        Remarks.
+    """
+    if settings.sound("model_name_or_path", "load_in_4bit", "warm_up_steps"):
+        yield from _model(settings)
+    if settings.sound("dataset_name", "datasets", "dataset_columns", "needs_images"):
+        yield from _dataset(settings)
+    if settings.has("reward_funcs") and settings.sound("reward_funcs"):
+        yield from _rewards(settings)
+    if settings.sound("output_dir", "resume_from_checkpoint"):
+        yield from _output(settings)
+    yield from _inside(settings)
+    yield from _trust(settings)
+
+
+def _model(settings: Settings) -> Iterator[Remark]:
+    name, key = settings["model_name_or_path"], "model_name_or_path"
+    if not name:
+        fix = "model_name_or_path: tiny:aria, or a folder or hub name"
+        yield settings.error(key, "model_name_or_path is missing", fix)
+        return
+    family = embedded_name(name)
+    if family is not None and family not in EMBEDDED_MODELS:
+        yield settings.error(key, f"there is no embedded model {name!r}{hint(nearest(family, EMBEDDED_MODELS), TINY)}")
+    elif family is None and settings["warm_up_steps"]:
+        text = f"warm_up_steps is for embedded models, and {name!r} is none. Drop `warm_up_steps`"
+        yield settings.error("warm_up_steps", text)
+    if family is None and is_path(name) and not (Path(name).expanduser() / "config.json").is_file():
+        where = Path(name)
+        siblings = [str(p.parent) for p in where.parent.glob("*/config.json")] if where.parent.is_dir() else []
+        yield settings.error(key, f"there is no model in the folder {name}{hint(nearest(name, siblings))}")
+    if family == "reward" and settings.task != "reward":
+        yield settings.error(key, f"{name} only scores; {settings.task} needs a model that answers, such as tiny:text")
+    if settings["bnb_4bit_compute_dtype"] is not None and not settings["load_in_4bit"]:
+        packed = family is None and (not Path(name).is_dir() or _is_packed(Path(name)))
+        if not packed:
+            text = f"bnb_4bit_compute_dtype is for 4-bit models, and {name} is none"
+            yield settings.error("bnb_4bit_compute_dtype", text, "load_in_4bit: true")
+
+
+def _is_packed(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True  # transformers says what is wrong with it
+    return bool((config.get("quantization_config") or {}).get("load_in_4bit")) if isinstance(config, dict) else True
+
+
+def _dataset(settings: Settings) -> Iterator[Remark]:
+    name, key = settings["dataset_name"], "dataset_name"
+    if not name:
+        if not settings["datasets"]:
+            fix = "dataset_name: tiny:shapes, or a folder or hub name"
+            yield settings.error(key, "dataset_name is missing", fix)
+        return
+    embedded = embedded_name(name)
+    if embedded is not None and embedded not in EMBEDDED_DATASETS:
+        yield settings.error(
+            key, f"there is no embedded dataset {name!r}{hint(nearest(embedded, EMBEDDED_DATASETS), TINY)}"
+        )
+    elif embedded is not None:
+        columns = EMBEDDED_DATASETS[embedded]
+        there = (*columns, "completion") if settings.task == "sft" and "prompt" in columns else columns
+        wrong = missing_columns(settings.task, name, there, bool(settings["needs_images"]))
+        if wrong:
+            yield settings.error(key, wrong)
+        family = embedded_name(settings["model_name_or_path"])
+        if "image" in columns and family in BLIND_MODELS:
+            text = f"{name} has pictures, and {TINY}{family} takes none"
+            yield settings.error("model_name_or_path", text, "model_name_or_path: tiny:llava")
+    elif is_path(name):
+        path = Path(name).expanduser()
+        if not path.exists():
+            yield settings.error(key, f"there is no dataset at {name}")
+            return
+        found = local_columns(path, str(settings["dataset_train_split"]))
+        yield from _columns(settings, name, found) if found else ()
+
+
+def _columns(settings: Settings, name: str, found: list[str]) -> Iterator[Remark]:
+    """The columns of files on this disk, against what the recipe makes of them."""
+    asked: Mapping[str, Any] = settings["dataset_columns"] or {}
+    for ours, theirs in asked.items():
+        if theirs not in found:
+            near = hint(nearest(str(theirs), found))
+            text = f"dataset {name} has no column {theirs!r}{near}: it has {', '.join(found)}"
+            yield settings.error("dataset_columns", f"{text} (dataset_columns: {{{ours}: {theirs}}})")
+    pictures = bool(settings["needs_images"])
+    if pictures and not asked and not IMAGES & set(found):
+        # A folder of pictures has a column that its file of texts does not name.
+        pictures = not any(column.endswith("file_name") for column in found)
+    wrong = missing_columns(settings.task, name, list(asked) or found, pictures)
+    if wrong:
+        yield settings.error(("dataset_columns", "dataset_name") if asked else ("dataset_name",), wrong)
+
+
+def _rewards(settings: Settings) -> Iterator[Remark]:
+    names = settings["reward_funcs"] or []
+    if not names and not settings["reward_model_name_or_path"]:
+        text = "reward_funcs is empty"
+        fix = "reward_funcs: [think_format_reward], or a dotted path of your own"
+        yield settings.error("reward_funcs", text, fix)
+    for item, name in enumerate(names):
+        registered = _registered(name) if "." not in name else None
+        if registered is not None:
+            yield settings.error("reward_funcs", registered, item=item)
+        if "." not in name:
+            continue
+        wrong, path = missing_function(name)
+        if wrong is not None:
+            yield settings.error("reward_funcs", wrong, item=item)
+        elif not name.startswith("safe_trainers."):
+            where = f" ({path})" if path is not None else ""
+            text = f"a run imports the code of {name.rpartition('.')[0]}{where}, for the reward {name}"
+            yield settings.remark("note", "reward_funcs", text, item=item)
+
+
+def _output(settings: Settings) -> Iterator[Remark]:
+    output = Path(settings["output_dir"] or "trainer_output").expanduser()
+    if "\0" in str(output):
+        yield settings.error("output_dir", "output_dir is no name of a folder")
+        return
+    if output.exists() and not output.is_dir():
+        yield settings.error("output_dir", f"output_dir {output} is a file", f"output_dir: {output}-run")
+        return
+    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not os.access(existing, os.W_OK) or not existing.is_dir():
+        why = "read-only" if existing.is_dir() else "a file"
+        yield settings.error("output_dir", f"output_dir {output} cannot be written: {existing} is {why}")
+    resume = settings["resume_from_checkpoint"]
+    if isinstance(resume, str) and resume.lower() not in {"", "true", "false"} and not Path(resume).is_dir():
+        fix = f"resume_from_checkpoint: {output}/checkpoint-100"
+        yield settings.error("resume_from_checkpoint", f"there is no checkpoint {resume}", fix)
+
+
+def _inside(settings: Settings) -> Iterator[Remark]:
+    """Places that a recipe could write to beside its `output_dir`."""
+    for key in NAMES:
+        name = settings[key] if settings.sets(key) else None
+        if isinstance(name, str) and (
+            ".." in PurePosixPath(name).parts or name.startswith(("/", "~")) or "\\" in name
+        ):
+            text = f"{key} {shown(name)} is a path, and a run writes below its output_dir alone"
+            yield settings.error(key, text, f"{key}: {PurePosixPath(name).name or 'NAME'}")
+    output = Path(settings["output_dir"] or "trainer_output")
+    places = {"model_init_kwargs": CACHES, "deepspeed": DISKS, "logging_dir": frozenset({"logging_dir"})}
+    for key, words in places.items():
+        if not settings.sets(key) or not settings.sound(key):
+            continue
+        value = settings[key]
+        for name, place in [(key, value)] if key == "logging_dir" else _places(value, words):
+            if isinstance(place, str) and not _below(place, output):
+                text = f"{name} {shown(place)} is outside output_dir, and a run writes below it alone"
+                yield settings.error(key, text, f"{name}: {output / PurePosixPath(place).name}")
+    for key in FILES_OR_MAPPINGS & set(settings.values):
+        value = settings[key]
+        if isinstance(value, str) and settings.sound(key) and not Path(value).is_file():
+            yield settings.error(key, f"there is no file {value} ({key})")
+
+
+def _places(value: Any, words: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """The entries of a nested mapping that name a place."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if key in words:
+                yield str(key), below
+            yield from _places(below, words)
+    elif isinstance(value, list):
+        for below in value:
+            yield from _places(below, words)
+
+
+def _below(place: str, output: Path) -> bool:
+    inside = os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(place)))
+    root = os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(output)))
+    return inside == root or inside.startswith(root + os.sep)
+
+
+def _trust(settings: Settings) -> Iterator[Remark]:
+    """Code and secrets in a recipe, which is a file that people hand on."""
+    inner = (settings["model_init_kwargs"] or {}) if settings.sound("model_init_kwargs") else {}
+    if settings["trust_remote_code"] or inner.get("trust_remote_code"):
+        key = "trust_remote_code" if settings["trust_remote_code"] else "model_init_kwargs"
+        text = f"trust_remote_code is on: the code that comes with {settings['model_name_or_path']} is run"
+        yield settings.remark("note", key, text)
+    if (settings.sets("hub_token") and settings["hub_token"]) or inner.get("token"):
+        text = "a secret does not belong into a recipe, which is a file that people hand on"
+        yield settings.error(("hub_token", "model_init_kwargs"), text, "huggingface-cli login, and drop it")
+
+
+def _registered(name: str) -> str | None:
+    """What is wrong with a reward that is called by its name alone."""
+    if name not in rewards.TRL_REWARDS:
+        try:
+            rewards.import_reward(name)
+        except RecipeError as error:
+            return str(error)
+        return None
+    if name in rewards.NEEDS_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+        return f"{name} needs the math_verify package. Run: pip install math_verify"
+    return None
