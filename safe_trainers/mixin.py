@@ -275,7 +275,7 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
             super().__init__(**arguments)
         policy, *others = self._media_models()
         for model in others:
-            if type(model) is type(policy):
+            if isinstance(policy, type(model)):  # TRL makes references of the class that the config names
                 prepare_reference(model, self.precision_policy, fp32_patterns_of(self.args))
             apply(self.precision_settlement_of(model), model)
             self._make_meet(model)

@@ -117,7 +117,7 @@ def prepare_reference(model: nn.Module, policy: PrecisionPolicy, patterns: tuple
     """Makes a second model of the run compute where and as the policy model does.
 
     Args:
-        model: The reference, of the class of the policy model.
+        model: The reference, of the class of the policy model or one that it inherits from.
         policy: The policy of the run.
         patterns: `fp32_modules`.
     """

@@ -75,7 +75,10 @@ def cannot_meet(
         error: What torch says.
     """
     half = sorted(weights & HALVES)[0]
-    fix = f"load all weights in one dtype: `model.to(torch.{half})`, or `model_init_kwargs={{'dtype': '{half}'}}`"
+    fix = (
+        f"load all weights in one dtype: `from_pretrained(..., dtype='{half}')`, or "
+        f"`model_init_kwargs={{'dtype': '{half}'}}`"
+    )
     if autocast == OFF and failure(model, processing_class, half) is None:
         fix = f"`{FLAG_OF[half]}=True`, so that autocast gives both the same dtype"
     given = f"{' and '.join(sorted(weights))} weights " + (

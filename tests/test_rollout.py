@@ -605,9 +605,13 @@ def test_a_reference_of_another_class_than_the_policys_is_held_as_it_is():
 
     model = Mine.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
     made = cells.arguments(Cell("text", "grpo", "fp32", "bf16", beta=0.1), cells.PLAIN["grpo"], steps=1)
+    made["args"] = cells.SAFE_CONFIG["grpo"](
+        **cells.settings(Cell("text", "grpo", "fp32", "bf16", beta=0.1), steps=1, fp32_modules=["layers.0.mlp"])
+    )
     trainer = cells.SAFE["grpo"](**{**made, "model": model})
     assert type(trainer.ref_model) is LlamaForCausalLM
-    assert {p.dtype for p in trainer.ref_model.parameters()} == {torch.bfloat16}
+    for name, parameter in trainer.ref_model.named_parameters():
+        assert parameter.dtype == (torch.float32 if "layers.0.mlp" in name else torch.bfloat16)
     trainer.train()
     assert next(entry["kl"] for entry in trainer.state.log_history if "kl" in entry) == 0
 
