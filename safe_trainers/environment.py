@@ -46,7 +46,21 @@ CODE, SECRET, PLACE, FILES = "code that is loaded", "a secret", "where requests 
 
 REFUSED = {
     **dict.fromkeys(
-        ("PLUGIN", "PLUGINS", "CODE", "EXECUTABLE", "INSECURE", "PICKLE", "PRELOAD", "INJECTION", "DEV"), CODE
+        (
+            "PYTHONPATH",
+            "PYTHONHOME",
+            "PYTHONSTARTUP",
+            "PLUGIN",
+            "PLUGINS",
+            "CODE",
+            "EXECUTABLE",
+            "INSECURE",
+            "PICKLE",
+            "PRELOAD",
+            "INJECTION",
+            "DEV",
+        ),
+        CODE,
     ),
     **dict.fromkeys(("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS", "AUTH", "IDENTITY"), SECRET),
     **dict.fromkeys(("ENDPOINT", "URL", "URI", "HOST", "PROXY", "MODELSCOPE"), PLACE),

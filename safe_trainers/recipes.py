@@ -21,7 +21,7 @@ from .embedded import COLUMNS, EMBEDDED_DATASETS, EMBEDDED_MODELS, TINY, embedde
 from .errors import PrecisionError, RecipeError
 from .rewards import import_reward
 from .settings import Remark
-from .validation import validate
+from .validation import split_config, validate
 
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "load_rewards",
     "read_recipe",
     "recipe_classes",
-    "split_config",
 ]
 
 
@@ -240,24 +239,3 @@ def check_columns(recipe: Recipe, columns: Sequence[str]) -> None:
     wrong = missing_columns(recipe.task, str(recipe.script.dataset_name), columns, recipe.extra.needs_images)
     if wrong is not None:
         raise RecipeError(wrong)
-
-
-def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """Takes `--config FILE` out of a command line.
-
-    Args:
-        argv: The command line.
-
-    Returns:
-        The file, `None` where none is named, and the rest.
-
-    Raises:
-        RecipeError: If `--config` comes last.
-    """
-    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    if "--config" not in argv:
-        return None, argv
-    position = argv.index("--config")
-    if position + 1 == len(argv):
-        raise RecipeError("--config needs a file. Write: --config recipes/grpo/tiny_vlm_bf16.yaml")
-    return Path(argv[position + 1]), [*argv[:position], *argv[position + 2 :]]

@@ -41,8 +41,7 @@ class Remark:
         return COMMAND_LINE if self.file is None else f"{self.file}:{self.line}" if self.line else self.file
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.text}" + (f". Write: {self.fix}" if self.fix else "")
-        return text + (f"  [{self.problem.id}]" if self.problem else "")
+        return f"{self.where}: {self.text}{_then(self.fix)}" + (f"  [{self.problem.id}]" if self.problem else "")
 
     def as_problem(self) -> Problem:
         """The precision finding with its place.
@@ -53,6 +52,15 @@ class Remark:
         if self.problem is None:
             raise ValueError("this remark is no precision finding")
         return replace(self.problem, given=f"{self.where}: {self.problem.given}")
+
+
+def _then(fix: str | None) -> str:
+    """The end of a message that says what to do."""
+    if not fix:
+        return ""
+    if fix.startswith("drop "):
+        return f". D{fix[1:]}"
+    return f". {'Run' if fix.startswith(('export ', 'huggingface-cli ')) else 'Write'}: {fix}"
 
 
 @dataclass

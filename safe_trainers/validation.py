@@ -6,6 +6,7 @@ check, on the keys of the TRL that is installed.
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 
 from . import packaged
 from .cross_checks import cross_checks
+from .environment import apply, variables
 from .environment import flaws as env_flaws
-from .environment import variables
 from .errors import PrecisionError, RecipeError, hint, nearest
 from .place_checks import place_checks
 from .recipe_file import Flaw, RecipeFile, read_file
@@ -75,6 +76,7 @@ def validate(
     schema: Schema | None = None,
     accelerate_config: str | None = None,
     started: bool = False,
+    processes: int | None = None,
 ) -> Checked:
     """Checks a recipe and the overrides after it.
 
@@ -85,6 +87,7 @@ def validate(
         schema: The task's keys; by default those that were written down for the installed TRL.
         accelerate_config: The launch config: a name in `configs/` or a file; by default what the recipe's header says.
         started: Whether this process is one of the run, so that the environment says how many there are.
+        processes: How many processes it is to be started in; by default what the launch config or the header says.
 
     Returns:
         The recipe's values, and what there is to say about them.
@@ -103,12 +106,70 @@ def validate(
     remarks += _overrides(settings, list(overrides))
     if readable:
         remarks += _launcher(settings, file, accelerate_config, started)
+        settings.processes = processes or settings.processes
         missing = {key for key, entry in file.entries.items() if key not in schema.keys}
         settings.broken |= _meant(missing, schema)
         remarks += cross_checks(settings)
         remarks += place_checks(settings)
     ordered = sorted(dict.fromkeys(remarks), key=lambda r: (r.file is None, r.file != settings.path, r.line or 0))
     return Checked(task, settings.path, tuple(ordered), settings.values, variables(file.env), schema)
+
+
+def prepare(
+    task: str, argv: Sequence[str], accelerate_config: str | None = None, processes: int | None = None
+) -> Checked:
+    """What a training command does first, before anything slow: checks its recipe, and sets its environment.
+
+    Where the keys of just the installed TRL were not written down, `recipes.read_recipe` checks the recipe later.
+
+    Args:
+        task: One of `TASKS`.
+        argv: `["--config", FILE, "--key", "value", ...]`.
+        accelerate_config: The launch config, where the run is launched with one.
+        processes: How many processes are launched, where that is asked for.
+
+    Returns:
+        The recipe's values, and what there is to say about them; warnings and notes are printed.
+
+    Raises:
+        RecipeError: For whatever cannot be run, all problems at once.
+        PrecisionError: Where all that is wrong is the precision.
+    """
+    path, overrides = split_config(list(argv))
+    started = accelerate_config is None
+    checked = validate(
+        path, task=task, overrides=overrides, accelerate_config=accelerate_config, started=started, processes=processes
+    )
+    if checked.schema is not None and checked.schema.versions.get("trl") == installed_trl():
+        checked.check()
+    if os.environ.get("RANK", "0") == "0":
+        for remark in checked.remarks:
+            if remark.level != "error":
+                print(f"{remark.level}: {remark}", file=sys.stderr)
+    if path is not None:
+        apply(path)
+    return checked
+
+
+def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
+    """Takes `--config FILE` out of a command line.
+
+    Args:
+        argv: The command line.
+
+    Returns:
+        The file, `None` where none is named, and the rest.
+
+    Raises:
+        RecipeError: If `--config` comes last.
+    """
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in argv:
+        return None, argv
+    position = argv.index("--config")
+    if position + 1 == len(argv):
+        raise RecipeError("--config needs a file. Write: --config recipes/grpo/tiny_vlm_bf16.yaml")
+    return Path(argv[position + 1]), [*argv[:position], *argv[position + 2 :]]
 
 
 def report(checked: Sequence[Checked]) -> Report:
@@ -123,13 +184,13 @@ def report(checked: Sequence[Checked]) -> Report:
             found = None if remark.problem is None else remark.problem.id
             verdicts.append(Verdict(remark.level, f"{remark.where}: {remark.text}", remark.fix, found))
         if not one.errors:
-            verdicts.append(Verdict("ok", f"{one.path}: a {one.task} recipe of {len(one.values)} keys"))
+            verdicts.append(Verdict("ok", f"{one.path}: {one.task}, {len(one.values)} keys"))
     schemas = {str(one.schema.versions.get("trl")) for one in checked if one.schema is not None}
     facts = {"keys of": f"TRL {', '.join(sorted(schemas))}"}
     installed = installed_trl()
     if installed is not None and schemas and installed not in schemas:
         facts["installed"] = f"TRL {installed}, whose training commands check its own keys again"
-    subject = ", ".join(str(one.path) for one in checked)
+    subject = ", ".join(str(one.path) for one in checked) if len(checked) < 4 else f"{len(checked)} files"
     return Report("recipes", subject, facts, (), tuple(verdicts))
 
 

@@ -47,6 +47,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     if options.json and not options.dry_run:
         raise RecipeError("--json is for the report of --dry-run. Write: --dry-run --json")
+    from ..validation import prepare
+
+    prepare(options.command, _recipe_arguments(options, rest), options.accelerate_config, options.num_processes)
     if options.accelerate_config is None and options.num_processes is None:
         return run_here(options, rest)
     from ..launch import launch
