@@ -169,8 +169,7 @@ class _Plan:
     def texts(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Our columns of a row, without its pictures."""
         count = len(as_list(row[self.pictures])) if self.pictures is not None else None
-        if self.needs_images and not count:
-            raise RecipeError(f"{where} has no picture. Leave such rows out, or write needs_images: false")
+        self.check_count(count, where)
         return {ours: self._text(ours, theirs, row, count, where) for ours, theirs in self.columns.items()}
 
     def _text(self, ours: str, theirs: str, row: Mapping[str, Any], count: int | None, where: str) -> Any:
@@ -185,12 +184,18 @@ class _Plan:
         begins = ours in OPENING and (ours in ("prompt", "messages") or "prompt" not in self.columns)
         return _with_system(value, self.arguments.system_prompt) if begins and isinstance(value, list) else value
 
+    def check_count(self, count: int | None, where: str) -> None:
+        """Refuses a row without a picture, where one is needed."""
+        if self.needs_images and not count:
+            raise RecipeError(f"{where} has no picture. Leave such rows out, or write: needs_images: false")
+
     def opened(self, value: Any, where: str) -> list["Picture"]:
         """The pictures of a row, opened; their pixels are not read yet."""
         return [open_picture(picture, f"{where}: column {self.pictures!r}") for picture in as_list(value)]
 
     def finished(self, value: Any, where: str) -> list["Picture"]:
         """The pictures of a row as the run wants them."""
+        self.check_count(len(as_list(value)), where)
         where = f"{where}: column {self.pictures!r}"
         return [finish_picture(open_picture(one, where), self.arguments, where) for one in as_list(value)]
 
@@ -293,7 +298,7 @@ def _kept(dataset: Any, plan: _Plan) -> Sequence[int]:
 
 def _texts_change(dataset: Any, plan: _Plan) -> bool:
     """Whether any text becomes another one; a dataset that is only renamed is not written anew."""
-    if plan.arguments.prompt_template is not None or plan.arguments.system_prompt is not None or plan.needs_images:
+    if plan.arguments.prompt_template is not None or plan.arguments.system_prompt is not None:
         return True
     if len(set(plan.columns.values())) < len(plan.columns):
         return True
