@@ -4,6 +4,7 @@ Parts are found as precision decisions find them, from the structure of the mode
 over the parameters; no tensor's contents are touched.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,14 @@ from .boundaries import MATMUL_LEAVES
 from .census import bits
 from .dtypes import FLOAT16, from_torch
 from .quantized_loading import HEADS
-from .towers import adapter_parameters, anatomy, is_quantized, unwrap
+from .towers import adapter_layers, anatomy, is_quantized, unwrap
 
 
 TEXT, HEAD, BUFFERS, OTHER = "language model", "head", "buffers", "other weights"
 REFERENCE_ADAPTERS = ("ref", "reference")
 """What TRL calls the frozen copy of an adapter that the policy is compared with."""
 _ADAPTERS = ("adapter", "reference adapter")
+_PLAIN = (torch.Tensor, nn.Parameter)
 _PROJECTORS = ("project", "connector", "merger", "resampler", "perceiver")
 
 
@@ -84,70 +86,82 @@ def take_inventory(model: nn.Module, circumstances: Circumstances, name: str | N
     Returns:
         Its groups, in the order of the model, adapters after the rest; buffers last.
     """
-    parts = part_names(model)
-    packed = _packed_layers(model)
     rows: dict[tuple[Any, ...], _Row] = {}
-    for parameter_name, parameter in model.named_parameters():
-        part = name or parts.get(id(parameter), OTHER)
-        held, compute, statistics = from_torch(parameter.dtype), None, 0
-        if is_quantized(parameter):
-            layer = packed.get(id(parameter))
-            held, statistics = f"{_format(parameter, layer)} in {held}", _statistics(parameter, layer)
-            compute = _computes_in(layer)
-        compute = compute or circumstances.compute(part, parameter, held)
-        key = (part, held, parameter.requires_grad and name is None, compute)
-        row = rows.setdefault(key, _Row())
-        elements, size = _size(parameter)
-        row.add(parameter_name, elements, size + statistics)
-        row.gradients |= (
-            {circumstances.gradients[id(parameter)]} if id(parameter) in circumstances.gradients else set()
-        )
-        if id(parameter) in circumstances.states:
-            dtypes, size = circumstances.states[id(parameter)]
-            row.states |= dtypes
-            row.state_bytes = (row.state_bytes or 0) + size
+    buffers: dict[str, _Row] = {}
+    seen: set[int] = set()
+    widths: dict[type, int | None] = {}
+    for place, module, place_part in walk(model):
+        for own, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            part, held, compute = name or place_part, from_torch(parameter.dtype), None
+            if is_quantized(parameter):
+                kind = type(module)
+                width = widths[kind] if kind in widths else widths.setdefault(kind, bits(module))
+                state = getattr(parameter, "quant_state", None)
+                held, compute = f"{_format(parameter, state, width)} in {held}", _computes_in(module, width)
+                elements, size = _packed_size(parameter, state, module, width)
+            else:
+                elements, size = _size(parameter)
+            compute = compute or circumstances.compute(part, parameter, held)
+            key = (part, held, name is None and parameter.requires_grad, compute)
+            row = rows.get(key) or rows.setdefault(key, _Row())
+            row.add(place + own, elements, size)
+            if id(parameter) in circumstances.gradients:
+                row.gradients.add(circumstances.gradients[id(parameter)])
+            if id(parameter) in circumstances.states:
+                dtypes, size = circumstances.states[id(parameter)]
+                row.states |= dtypes
+                row.state_bytes = (row.state_bytes or 0) + size
+        for own, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                buffers.setdefault(from_torch(buffer.dtype), _Row()).add(place + own, *_size(buffer))
     order = list(dict.fromkeys(key[0] for key in rows))
     keys = sorted(rows, key=lambda key: (key[0].startswith(_ADAPTERS), order.index(key[0])))
     groups = [rows[key].group(*key) for key in keys]
-    buffers: dict[str, _Row] = {}
-    for buffer_name, buffer in model.named_buffers():
-        buffers.setdefault(from_torch(buffer.dtype), _Row()).add(buffer_name, *_size(buffer))
     label = f"{BUFFERS} of {name}" if name else BUFFERS
     return (*groups, *(row.group(label, dtype, None, None) for dtype, row in buffers.items()))
 
 
-def part_names(model: nn.Module) -> dict[int, str]:
-    """The part that each parameter belongs to.
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every module of a model, once, with the part that its own parameters belong to.
 
     Args:
         model: A transformers model, wrapped or not.
 
-    Returns:
-        Parts by the `id` of a parameter. A tied head belongs to the language model; what belongs to no part is left
-        out.
+    Yields:
+        The prefix of its parameters' names, the module, and the part, in the order of `named_modules`. A tied head
+        belongs to the language model: that comes first.
     """
     base: Any = unwrap(model)
-    anatomy_ = anatomy(model)
-    found: dict[int, str] = {}
-    adapters = {id(parameter) for parameter in adapter_parameters(model)}
-    inside = {id(parameter) for parameter in base.parameters()}
-    known = getattr(model, "peft_config", None) or {}
-    if adapters or known:
-        for name, parameter in model.named_parameters():
-            if id(parameter) in adapters or id(parameter) not in inside:
-                owner = next((component for component in reversed(name.split(".")) if component in known), None)
-                kind = "reference adapter" if owner in REFERENCE_ADAPTERS else "adapter"
-                found[id(parameter)] = f"{kind} ({owner})" if owner else kind
+    parts = {id(base): OTHER}
+    found = anatomy(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-    places: list[tuple[str, nn.Module | None]] = [
-        *((tower_kind(name, module), module) for name, module in anatomy_.towers.items()),
-        (TEXT, anatomy_.text),
-        (HEAD, head),
-    ]
-    for part, module in places:
-        for parameter in module.parameters() if module is not None else ():
-            found.setdefault(id(parameter), part)
-    return found
+    parts |= {id(module): tower_kind(name, module) for name, module in found.towers.items()}
+    parts |= {id(head): HEAD, id(found.text): TEXT}
+    known = getattr(model, "peft_config", None) or {}
+    seen: set[int] = set()
+    # What a wrapper of PEFT holds outside the base, such as the encoder of a prompt, is an adapter's.
+    stack: list[tuple[str, nn.Module, str, bool]] = [("", model, _ADAPTERS[0] if known else OTHER, False)]
+    while stack:
+        prefix, module, part, added = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        part = part if added else parts.get(id(module), part)
+        yield prefix, module, part
+        if not module._modules:
+            continue
+        layers = {id(layer) for layer in adapter_layers(module)}
+        for name, child in reversed(module._modules.items()):
+            if child is None:
+                continue
+            inside = added or id(child) in layers
+            owner = f"{_ADAPTERS[1] if name in REFERENCE_ADAPTERS else _ADAPTERS[0]} ({name})"
+            below = part if not inside else owner if name in known else part if added else _ADAPTERS[0]
+            stack.append((f"{prefix}{name}.", child, below, inside))
 
 
 def tower_kind(name: str, module: nn.Module) -> str:
@@ -203,17 +217,15 @@ def first_products(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter, 
         The layer, its weight, and its part: one for each part and dtype. Packed layers do not show what they compute
         in, and are left out.
     """
-    parts, seen = part_names(model), set()
-    for layer in model.modules():
-        weight = getattr(layer, "weight", None)
-        if not isinstance(layer, MATMUL_LEAVES) or isinstance(layer, nn.MultiheadAttention):
+    seen = set()
+    for _, layer, part in walk(model):
+        weight = layer._parameters.get("weight")
+        if weight is None or not isinstance(layer, MATMUL_LEAVES) or isinstance(layer, nn.MultiheadAttention):
             continue
-        if not isinstance(weight, nn.Parameter) or is_quantized(weight):
-            continue
-        key = (parts.get(id(weight), OTHER), weight.dtype, weight.requires_grad)
-        if key not in seen:
+        key = (part, weight.dtype, weight.requires_grad)
+        if key not in seen and not is_quantized(weight):
             seen.add(key)
-            yield layer, weight, key[0]
+            yield layer, weight, part
 
 
 class _Row:
@@ -245,17 +257,18 @@ def listed(values: Iterable[str]) -> str | None:
 
 def _size(tensor: torch.Tensor) -> tuple[int, int]:
     """Elements of a whole tensor, and the bytes that this process holds of it."""
-    if hasattr(tensor, "ds_numel"):  # ZeRO-3 leaves an empty tensor in its place
-        part = getattr(tensor, "ds_tensor", None)
-        return int(tensor.ds_numel), 0 if part is None else _size(part)[1]
-    state = getattr(tensor, "quant_state", None)
-    shape = getattr(state, "shape", None)
-    return tensor.numel() if shape is None else shape.numel(), _bytes(tensor)
+    if type(tensor) not in _PLAIN or hasattr(tensor, "ds_numel"):
+        if hasattr(tensor, "ds_numel"):  # ZeRO-3 leaves an empty tensor in its place
+            part = getattr(tensor, "ds_tensor", None)
+            return int(tensor.ds_numel), 0 if part is None else _size(part)[1]
+        return tensor.numel(), _bytes(tensor)
+    elements = tensor.numel()
+    return elements, elements * tensor.element_size()
 
 
-def _bytes(tensor: Any) -> int:
+def _bytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor; of one that wraps others (shards, torchao's), of those that it holds."""
-    if hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         held = (getattr(tensor, name) for name in names)
         return sum(_bytes(part) for part in held if isinstance(part, torch.Tensor))
@@ -263,48 +276,36 @@ def _bytes(tensor: Any) -> int:
     return size
 
 
-def _packed_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """The layers of bitsandbytes by the `id` of their packed weight."""
-    layers = {}
-    for layer in model.modules():
-        weight = vars(layer)["_parameters"].get("weight")
-        if weight is not None and is_quantized(weight) and bits(layer) is not None:
-            layers[id(weight)] = layer
-    return layers
+def _packed_size(parameter: nn.Parameter, state: Any, layer: nn.Module, width: int | None) -> tuple[int, int]:
+    """The numbers that were packed, and the bytes of what is held of them: scales, their scales, and code tables too.
+
+    Args:
+        parameter: The packed parameter.
+        state: Its `QuantState`, where it has one.
+        layer: Its layer.
+        width: Bits of a number, where they are bitsandbytes'.
+    """
+    shape = getattr(state, "shape", None)
+    elements, size = _size(parameter)
+    while state is not None:
+        held = vars(state)
+        size += sum(v.numel() * v.element_size() for v in held.values() if type(v) in _PLAIN)
+        state = held.get("state2")
+    if width == 8:  # with the parameter until the first forward pass, with the layer from then on
+        scales = (getattr(owner, "SCB", None) for owner in (parameter, getattr(layer, "state", None)))
+        size += next((_bytes(scale) for scale in scales if isinstance(scale, torch.Tensor)), 0)
+    return elements if shape is None else math.prod(shape), size
 
 
-def _format(parameter: nn.Parameter, layer: nn.Module | None) -> str:
+def _format(parameter: nn.Parameter, state: Any, width: int | None) -> str:
     """What a packed parameter is packed as."""
-    kind = getattr(getattr(parameter, "quant_state", None), "quant_type", None) or getattr(
-        parameter, "quant_type", None
-    )
-    number = bits(layer) if layer is not None else None
-    return str(kind) if isinstance(kind, str) else f"{number}-bit" if number else type(parameter).__name__
+    kind = getattr(state, "quant_type", None)
+    return kind if isinstance(kind, str) else f"{width}-bit" if width else type(parameter).__name__
 
 
-def _computes_in(layer: nn.Module | None) -> str | None:
+def _computes_in(layer: nn.Module, width: int | None) -> str | None:
     """What a packed layer multiplies in; `None` where it does not say."""
-    if layer is None:
-        return None
-    if bits(layer) == 8:
+    if width == 8:
         return FLOAT16
-    dtype = getattr(layer, "compute_dtype", None)
+    dtype = getattr(layer, "compute_dtype", None) if width else None
     return from_torch(dtype) if isinstance(dtype, torch.dtype) else None
-
-
-def _statistics(parameter: nn.Parameter, layer: nn.Module | None) -> int:
-    """The bytes of what belongs to a packed parameter: scales, their scales, and code tables."""
-    held: dict[int, torch.Tensor] = {}
-    states: list[Any] = [getattr(parameter, "quant_state", None)]
-    while states:
-        state = states.pop()
-        for value in vars(state).values() if hasattr(state, "__dict__") else ():
-            if isinstance(value, torch.Tensor):
-                held[id(value)] = value
-            elif type(value) is type(state):
-                states.append(value)
-    for owner in (parameter, getattr(layer, "state", None)):
-        scales = getattr(owner, "SCB", None)
-        if isinstance(scales, torch.Tensor):
-            held[id(scales)] = scales
-    return sum(_bytes(tensor) for tensor in held.values())

@@ -50,9 +50,10 @@ def count(trainer: Any, gradients: Mapping[int, str] | None = None, states: Any 
     Returns:
         The groups, those of the policy first.
     """
-    circumstances = Circumstances(_compute_of(trainer), gradients or {}, states or {})
+    beside = _beside(trainer)
+    circumstances = Circumstances(_compute_of(trainer, beside), gradients or {}, states or {})
     groups = take_inventory(trainer.model, circumstances)
-    return (*groups, *(g for name, model in _beside(trainer) for g in take_inventory(model, circumstances, name)))
+    return (*groups, *(g for name, model in beside for g in take_inventory(model, circumstances, name)))
 
 
 def plan(trainer: Any) -> tuple[Group, ...]:
@@ -201,15 +202,15 @@ def _total(values: Any) -> int | None:
     return sum(known) if known else None
 
 
-def _compute_of(trainer: Any) -> Any:
+def _compute_of(trainer: Any, beside: list[tuple[str, nn.Module]]) -> Any:
     """Says what operations on a parameter compute in, as far as the policy decides it."""
     autocast = trainer.precision_policy.autocast.value
-    models = [unwrap(trainer.model), *(unwrap(model) for _, model in _beside(trainer))]
     wide: set[int] = set()
-    for model in models:
-        named = dict(model.named_modules())
-        for name in trainer.precision_preparation.fp32_modules:
-            wide |= {id(p) for p in named[name].parameters()} if name in named else set()
+    if trainer.precision_preparation.fp32_modules:
+        for model in (trainer.model, *(model for _, model in beside)):
+            named = dict(unwrap(model).named_modules())
+            for name in trainer.precision_preparation.fp32_modules:
+                wide |= {id(p) for p in named[name].parameters()} if name in named else set()
     float32_head = bool(getattr(trainer.args, "cast_lm_head_to_fp32", False))
 
     def compute(part: str, parameter: nn.Parameter, held: str) -> str | None:
@@ -224,7 +225,7 @@ def _compute_of(trainer: Any) -> Any:
 
 def _beside(trainer: Any) -> list[tuple[str, nn.Module]]:
     """The transformers models of a trainer beside the policy, by what they are called."""
-    policy = {id(parameter) for parameter in trainer.model.parameters()}
+    policy, first_of_policy = unwrap(trainer.model), next(trainer.model.parameters(), None)
     rewards = [model for model in getattr(trainer, "reward_funcs", None) or () if isinstance(model, nn.Module)]
     named = [(name.replace("_", " ").strip(), value) for name, value in vars(trainer).items()]
     named += [(f"reward model {number}", model) for number, model in enumerate(rewards, 1)]
@@ -233,7 +234,8 @@ def _beside(trainer: Any) -> list[tuple[str, nn.Module]]:
         if not isinstance(value, nn.Module) or not hasattr(unwrap(value), "get_input_embeddings"):
             continue
         first = next(value.parameters(), None)
-        if first is not None and id(first) not in policy:  # engines wrap the policy again
+        # Engines wrap the policy again.
+        if first is not None and first is not first_of_policy and unwrap(value) is not policy:
             found.setdefault(id(first), ("reference model" if name == "ref model" else name, value))
     return list(found.values())
 

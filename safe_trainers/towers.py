@@ -103,14 +103,22 @@ def floating_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters that PEFT added to a module: LoRA factors, DoRA magnitudes, trained copies of whole modules."""
     for child in module.modules():
-        # Duck-typed, so that PEFT need not be imported: these two names are its plug-in contract.
-        for name in getattr(child, "adapter_layer_names", ()):
-            layer = getattr(child, name, None)
-            if isinstance(layer, nn.Module):
-                yield from layer.parameters()
-        copies = getattr(child, "modules_to_save", None)
-        if isinstance(copies, nn.ModuleDict):
-            yield from copies.parameters()
+        for layer in adapter_layers(child):
+            yield from layer.parameters()
+
+
+def adapter_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """What PEFT hung below one module, not below those inside it; each holds one entry for each adapter."""
+    # Duck-typed, so that PEFT need not be imported: these two names are its plug-in contract. Looked up where they
+    # are: a model has thousands of modules, and `nn.Module` takes long to say that it has no such attribute.
+    names: Any = vars(module).get("adapter_layer_names") or getattr(type(module), "adapter_layer_names", ())
+    for name in names:
+        layer = getattr(module, name, None)
+        if isinstance(layer, nn.Module):
+            yield layer
+    copies = module._modules.get("modules_to_save")
+    if isinstance(copies, nn.ModuleDict):
+        yield copies
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
