@@ -33,7 +33,6 @@ os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false", 
 warnings.simplefilter("ignore")
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 
@@ -165,20 +164,20 @@ def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]
 
 def _run(cells: Sequence[Any], jobs: int) -> Iterable[dict[str, Any]]:
     """Rows as they come. A process that dies takes the cell it was in with it, and nothing else."""
-    console = Console(stderr=True)
     left = list(cells)
     while left:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=40) as pool:
-            futures = {pool.submit(run_both, cell): cell for cell in left}
+        # New processes now and then: what upstream keeps for the life of a process adds up.
+        some = left[: 30 * jobs]
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            futures = {pool.submit(run_both, cell): cell for cell in some}
             try:
-                for future in track(as_completed(futures), "cells", total=len(futures), console=console):
+                for future in as_completed(futures):
                     row = future.result()
                     left.remove(futures[future])
+                    print(f"{len(left)} cells left, {row['id']}: {row['safe']['outcome']}", file=sys.stderr)
                     yield row
             except BrokenProcessPool:
-                # Which cell it was is not told: they run alone, until it is found.
-                for future in futures:
-                    future.cancel()
+                # Which cell it was is not told: one process alone runs them in order, until it is found.
                 if jobs == 1:
                     died = left.pop(0)
                     dead = {"outcome": "crashed", "message": "the process died"}
