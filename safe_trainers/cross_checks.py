@@ -97,7 +97,8 @@ def _generation_batch(settings: Settings) -> Iterator[Remark]:
         text = "generation_batch_size and steps_per_generation say the same, and TRL takes one of them"
         yield settings.error(("steps_per_generation", "generation_batch_size"), text, "drop `generation_batch_size`")
         return
-    keys = ("num_generations", "generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
+    first = "num_generations" if settings["generation_batch_size"] is None else "generation_batch_size"
+    keys = (first, "num_generations", "per_device_train_batch_size", "steps_per_generation")
     fits = [n for n in range(1, 65) if _misfit(settings, n) is None]
     processes = settings.processes
     misfit = _misfit(settings, processes) if processes is not None else None if fits else _misfit(settings, 1)
@@ -163,10 +164,9 @@ def _precision(settings: Settings) -> Iterator[Remark]:
     asked = (settings["model_init_kwargs"] or {}).get("dtype") or settings["dtype"]
     try:
         weights = parse_dtype(str(asked), field="dtype") if asked is not None else AUTO
-        declared = settings.sets("dtype") or "dtype" in (settings["model_init_kwargs"] or {})
         on_cpu = bool(settings["use_cpu"])
         model = Model(
-            weights=frozenset({weights}) if declared and weights not in (AUTO, FLOAT32) else frozenset(),
+            weights=frozenset({weights}) - {AUTO},
             attn_implementation=settings["attn_implementation"],
             quantization="4bit" if settings["load_in_4bit"] else "8bit" if settings["load_in_8bit"] else None,
         )
@@ -268,30 +268,47 @@ def _losses(settings: Settings) -> Iterator[Remark]:
                               f"importance_sampling_level: {needed}")  # fmt: skip
 
 
-def _trainer(settings: Settings) -> Iterator[Remark]:
-    """What transformers refuses."""
+def _batch_search(settings: Settings) -> Iterator[Remark]:
     if settings["auto_find_batch_size"] and settings.has("num_generations"):
         text = "auto_find_batch_size halves the batch, which then holds no whole groups of completions"
         yield settings.error("auto_find_batch_size", text, "drop `auto_find_batch_size`")
+
+
+def _evaluations(settings: Settings) -> Iterator[Remark]:
     if settings["load_best_model_at_end"] and settings["save_strategy"] not in ("best", settings["eval_strategy"]):
         text = "load_best_model_at_end needs save_strategy and eval_strategy to be the same"
         yield settings.error("load_best_model_at_end", text, f"eval_strategy: {settings['save_strategy']}")
     if settings["lr_scheduler_type"] == "reduce_lr_on_plateau" and settings["eval_strategy"] == "no":
         text = "lr_scheduler_type reduce_lr_on_plateau needs an evaluation to look at"
         yield settings.error("lr_scheduler_type", text, "eval_strategy: steps")
+
+
+def _loader(settings: Settings) -> Iterator[Remark]:
     if settings["dataloader_prefetch_factor"] is not None and not settings["dataloader_num_workers"]:
         text = "dataloader_prefetch_factor is for dataloader_num_workers, of which there are none"
         yield settings.error("dataloader_prefetch_factor", text, "dataloader_num_workers: 2")
+
+
+def _steps(settings: Settings) -> Iterator[Remark]:
     for strategy, key in (("logging_strategy", "logging_steps"), ("save_strategy", "save_steps")):
         steps: Any = settings[key]
         if settings[strategy] == "steps" and steps is not None and (steps == 0 or (steps > 1 and steps != int(steps))):
             text = f"{key}={shown(steps)} is neither a number of steps nor a share of them"
             yield settings.error((key, strategy), text, f"{key}: {max(int(steps), 1)}")
+
+
+def _completions(settings: Settings) -> Iterator[Remark]:
     if settings["log_completions_hub_repo"] is not None and not settings["log_completions"]:
         text = "log_completions_hub_repo is where completions go, and log_completions is off"
         yield settings.error("log_completions_hub_repo", text, "log_completions: true")
+
+
+def _engines(settings: Settings) -> Iterator[Remark]:
     if settings["deepspeed"] and settings["fsdp"]:
         yield settings.error(("fsdp", "deepspeed"), "fsdp and deepspeed are both set, and one engine trains a model")
+
+
+def _length(settings: Settings) -> Iterator[Remark]:
     if settings["max_steps"] == 0:
         text = "max_steps=0 trains nothing, and TRL takes it for num_train_epochs"
         yield settings.error("max_steps", text, "max_steps: 1, or drop it")
@@ -312,6 +329,12 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterator[Remark]]], ...
     (("use_vllm", "vllm_mode"), _vllm),
     (("reward_funcs", "reward_weights"), _rewards),
     (("loss_type", "importance_sampling_level"), _losses),
-    (("eval_strategy", "save_strategy", "save_steps", "logging_steps", "logging_strategy", "max_steps"), _trainer),
+    (("auto_find_batch_size",), _batch_search),
+    (("load_best_model_at_end", "save_strategy", "eval_strategy", "lr_scheduler_type"), _evaluations),
+    (("dataloader_prefetch_factor", "dataloader_num_workers"), _loader),
+    (("logging_steps", "logging_strategy", "save_steps", "save_strategy"), _steps),
+    (("log_completions", "log_completions_hub_repo"), _completions),
+    (("deepspeed", "fsdp"), _engines),
+    (("max_steps",), _length),
 )  # fmt: skip
 """Each rule, with the keys that it needs."""

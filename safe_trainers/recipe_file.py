@@ -234,7 +234,9 @@ def _size(node: yaml.Node, known: dict[int, int | None]) -> int | None:
 
 def _syntax(error: yaml.MarkedYAMLError) -> Flaw:
     """A problem of PyYAML's in one line, where it is: at the bracket or quote that is never closed, too."""
-    opened = error.context_mark is not None and "block" not in str(error.context)
+    opened = error.context_mark is not None and str(error.context).startswith(
+        ("while parsing a flow", "while scanning")
+    )
     mark = error.context_mark if opened else error.problem_mark or error.context_mark
     said = ", ".join(_plain(part) for part in (error.context, error.problem) if part)
     fix = None

@@ -227,7 +227,7 @@ def convert(key: Key, value: Any, text: str | None = None) -> Any:
         made = _as(kind, value, text, key.choices)
         if made is not None:
             return _chosen(key, made[0])
-    if key.item is not None and not isinstance(value, dict):
+    if key.item is not None and isinstance(value, dict) == (key.item == MAPPING):
         return _convert_list(key, [value], text)
     raise UnfitValueError(f"{key.name} is {shown(value)}, and takes {key.taken}", _fix(key, value))
 
@@ -271,6 +271,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:56]}...{text[-1] if isinstance(value, str) else ''}"
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
+
+
 def _json(word: str) -> Any:
     if not word.lstrip().startswith(("{", "[")):
         return word
@@ -282,7 +286,7 @@ def _json(word: str) -> Any:
 
 def _as(kind: str, value: Any, text: str | None, choices: tuple[Any, ...] | None) -> tuple[Any] | None:
     """The value as one of the types in a tuple, `None` where it is not of that type."""
-    plain_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    plain_number = _is_plain(value) and not isinstance(value, str)
     if kind == BOOLEAN:
         return (value,) if isinstance(value, bool) else None
     if kind in (INTEGER, NUMBER):
@@ -330,7 +334,9 @@ def _convert_list(key: Key, values: Any, text: str | None = None) -> list[Any]:
     if key.item is None:
         raise UnfitValueError(
             f"{key.name} is a list of {len(items)}, and takes one value: {key.taken}",
-            f"{key.name}: {items[0]}" if len(items) == 1 and not isinstance(items[0], (dict, list)) else None,
+            f"{key.name}: {items[0]}"
+            if len(items) == 1 and len(shown(items[0])) <= 40 and _is_plain(items[0])
+            else None,
         )
     made = []
     for item in items:

@@ -41,7 +41,8 @@ class Remark:
         return COMMAND_LINE if self.file is None else f"{self.file}:{self.line}" if self.line else self.file
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.text}{_then(self.fix)}" + (f"  [{self.problem.id}]" if self.problem else "")
+        said = f"{self.where}: {self.text}{_then(self.fix)}" + (f"  [{self.problem.id}]" if self.problem else "")
+        return one_line(said)
 
     def as_problem(self) -> Problem:
         """The precision finding with its place.
@@ -52,6 +53,11 @@ class Remark:
         if self.problem is None:
             raise ValueError("this remark is no precision finding")
         return replace(self.problem, given=f"{self.where}: {self.problem.given}")
+
+
+def one_line(text: str) -> str:
+    """Text that a file may have had a say in, without line breaks and what else a terminal would act on."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def _then(fix: str | None) -> str:

@@ -22,7 +22,7 @@ from .recipe_file import Flaw, RecipeFile, read_file
 from .renamed import successor
 from .report import Report, Verdict
 from .schema import BOOLEAN, TASKS, Schema, UnfitValueError, convert, convert_words, installed_trl, load
-from .settings import Remark, Settings
+from .settings import Remark, Settings, one_line
 
 
 LAUNCHER = re.compile(r"--accelerate_config[ =](\S+)")
@@ -182,7 +182,14 @@ def report(checked: Sequence[Checked]) -> Report:
     for one in checked:
         for remark in one.remarks:
             found = None if remark.problem is None else remark.problem.id
-            verdicts.append(Verdict(remark.level, f"{remark.where}: {remark.text}", remark.fix, found))
+            verdicts.append(
+                Verdict(
+                    remark.level,
+                    one_line(f"{remark.where}: {remark.text}"),
+                    remark.fix and one_line(remark.fix),
+                    found,
+                )
+            )
         if not one.errors:
             verdicts.append(Verdict("ok", f"{one.path}: {one.task}, {len(one.values)} keys"))
     schemas = {str(one.schema.versions.get("trl")) for one in checked if one.schema is not None}

@@ -1,0 +1,633 @@
+"""`validate`: every problem at once, on its line, without importing torch or TRL, and never a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from safe_trainers import PrecisionError, RecipeError, packaged
+from safe_trainers.cli.main import main
+from safe_trainers.data_columns import local_columns
+from safe_trainers.recipes import read_recipe
+from safe_trainers.renamed import RENAMED, successor
+from safe_trainers.schema import TASKS, available, load
+from safe_trainers.static_rewards import find_module, missing_function
+from safe_trainers.validation import prepare, split_config, validate
+
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+GOOD = """\
+# a header
+model_name_or_path: tiny:llava
+dataset_name: tiny:shapes
+reward_funcs:
+  - safe_trainers.tiny.exact_match
+precision: bf16
+use_cpu: true
+per_device_train_batch_size: 4
+num_generations: 2
+learning_rate: 1e-5
+output_dir: out
+report_to: none
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def check(text, task="grpo", **kwargs):
+    Path("recipe.yaml").write_text(text)
+    return validate("recipe.yaml", task=task, **kwargs)
+
+
+def said(checked, level="error"):
+    return [(remark.line, remark.text) for remark in checked.remarks if remark.level == level]
+
+
+def test_a_good_recipe_has_nothing_to_say():
+    checked = check(GOOD)
+    assert checked.remarks == ()
+    assert checked.check() is None
+    assert checked.values["learning_rate"] == 1e-5
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(ROOT / "recipes").as_posix())
+def test_every_recipe_of_the_package_is_clean(path):
+    checked = validate(path)
+    assert checked.task == path.parent.name
+    assert checked.remarks == ()
+
+
+# --- the table: lines added to a good recipe (line 13 and on), and what is said of which line -----------------------
+
+WRONG = {
+    "misspelt key": ("learning_rte: 1e-5", 13, "there is no key 'learning_rte'; did you mean 'learning_rate'?"),
+    "hyphens": ("learning-rate: 1", 13, "there is no key 'learning-rate'; did you mean 'learning_rate'?"),
+    "another task's key": ("packing: true", 13, "'packing' is a key of sft, not of grpo"),
+    "key that means nothing": ("xyzzy: 1", 13, "there is no key 'xyzzy'"),
+    "float for an integer": ("lora_r: 4.0\nuse_peft: true", 13, "lora_r is 4.0, and takes a whole number"),
+    "text for a flag": ("bf16: 'yes'", 13, "bf16 is 'yes', and takes true or false"),
+    "text for a number": ("beta: low", 13, "beta is 'low', and takes a number"),
+    "list for one value": ("max_steps: [1, 2]", 13, "max_steps is a list of 2, and takes one value"),
+    "mapping for text": ("run_name: {a: 1}", 13, "run_name is `key: value` pairs, and takes text"),
+    "nothing for a number": ("beta:", 13, "beta is null, and takes a number"),
+    "not finite": ("beta: .nan", 13, "beta is nan, and takes a number"),
+    "misspelt choice": ("lr_scheduler_type: cosin", 13, "lr_scheduler_type is 'cosin', and takes one of linear"),
+    "negative": ("max_completion_length: -5", 13, "max_completion_length=-5 is too small"),
+    "no share": ("top_p: 1.5", 13, "top_p=1.5 is no share"),
+    "no port": ("vllm_server_port: 99999\nuse_vllm: true", 13, "vllm_server_port=99999 is too large"),
+    "one generation": ("!num_generations: 1", 13, "num_generations=1 is too small"),
+    "groups that do not divide": ("!num_generations: 3", 13, "must be divisible by num_generations (3)"),
+    "batch that does not divide": ("generation_batch_size: 6", 13, "generation_batch_size (6) must be divisible by"),
+    "two sizes of a batch": (
+        "generation_batch_size: 8\nsteps_per_generation: 2", 14, "generation_batch_size and steps_per_generation",
+    ),
+    "evaluation that does not divide": (
+        "eval_strategy: steps\nper_device_eval_batch_size: 3", 14, "the evaluation batch (3) must be divisible",
+    ),
+    "found batch size": ("auto_find_batch_size: true", 13, "auto_find_batch_size halves the batch"),
+    "two precisions": ("fp16: true", 6, "precision='bf16' (bf16) with fp16=True"),
+    "misspelt precision": ("!precision: bf61", 13, "precision='bf61'"),
+    "both flags": ("!precision: null\nbf16: true\nfp16: true", 15, "bf16 and fp16 are both on"),
+    "weights against autocast": ("dtype: float16", 6, "float16 weights with precision='bf16'"),
+    "flash attention in float32": (
+        "!precision: fp32\nattn_implementation: flash_attention_2", 13, "'flash_attention_2' with float32 compute",
+    ),
+    "4 bit and 8 bit": ("load_in_4bit: true\nload_in_8bit: true\nuse_peft: true", 14, "a model is packed once"),
+    "4 bit without adapters": ("load_in_4bit: true", 13, "load_in_4bit packs the weights"),
+    "compute dtype against the run": (
+        "load_in_4bit: true\nuse_peft: true\nbnb_4bit_compute_dtype: float16", 15, "in a run that computes in",
+    ),
+    "compute dtype without 4 bit": ("bnb_4bit_compute_dtype: float16", 13, "for 4-bit models, and tiny:llava is none"),
+    "LoRA without use_peft": ("lora_r: 8\nlora_alpha: 16", 13, "lora_r, lora_alpha: for adapters, and use_peft is"),
+    "bounds the wrong way round": (
+        "use_vllm: true\nvllm_importance_sampling_clip_min: 4.0", 14, "has to be below vllm_importance_sampling",
+    ),
+    "weights without rewards": ("reward_weights: [1, 2]", 13, "reward_weights has 2 numbers for 1 rewards"),
+    "unknown reward": ("!reward_funcs: [acuracy_reward]", 13, "did you mean 'accuracy_reward'"),
+    "reward of a missing module": ("!reward_funcs: [rew.digits]", 13, "cannot be imported: No module named 'rew'"),
+    "second reward": (
+        "!reward_funcs:\n- think_format_reward\n- no.such", 15, "cannot be imported: No module named 'no'",
+    ),
+    "misspelt reward": (
+        "!reward_funcs: [safe_trainers.tiny.rewards.exact_mach]", 13, "did you mean 'safe_trainers.tiny.rewards.",
+    ),
+    "reward that is none": ("!reward_funcs: [os.path.join]", 13, "'os.path.join' is no reward function"),
+    "reward that is a class": ("!reward_funcs: [json.JSONDecoder]", 13, "'json.JSONDecoder' is no reward function"),
+    "reward that is a module": ("!reward_funcs: [safe_trainers.tiny]", 13, "is no reward function, but a module"),
+    "reward in a number": ("!reward_funcs: [1.5.x]", 13, "is no name of a module"),
+    "no rewards": ("!reward_funcs: []", 13, "reward_funcs is empty"),
+    "misspelt model": ("!model_name_or_path: tiny:llva", 13, "did you mean 'tiny:llava'?"),
+    "model folder that is not there": ("!model_name_or_path: ./qwen", 13, "there is no model in the folder ./qwen"),
+    "model that only scores": ("!model_name_or_path: tiny:reward", 13, "tiny:reward only scores; grpo needs a model"),
+    "misspelt dataset": ("!dataset_name: tiny:shape", 13, "did you mean 'tiny:shapes'?"),
+    "dataset that is not there": ("!dataset_name: ./data", 13, "there is no dataset at ./data"),
+    "warm-up of a hub model": ("!model_name_or_path: a/b\nwarm_up_steps: 3", 14, "warm_up_steps is for embedded"),
+    "checkpoint that is not there": ("resume_from_checkpoint: ./nope", 13, "there is no checkpoint ./nope"),
+    "output that is a file": ("!output_dir: recipe.yaml", 13, "output_dir recipe.yaml is a file"),
+    "engine file that is not there": ("deepspeed: ds.json", 13, "there is no file ds.json (deepspeed)"),
+    "run name that is a path": ("run_name: ../../x", 13, "run_name '../../x' is a path"),
+    "cache elsewhere": ("model_init_kwargs: {cache_dir: /var/x}", 13, "cache_dir '/var/x' is outside output_dir"),
+    "offload elsewhere": (
+        "deepspeed: {zero_optimization: {offload_param: {nvme_path: ../x}}}", 13, "nvme_path '../x' is outside",
+    ),
+    "secret": ("hub_token: hf_x", 13, "a secret does not belong into a recipe"),
+    "path for code": ("env:\n  PYTHONPATH: /x", 14, "env cannot set PYTHONPATH"),
+    "object": ("parallelism_config: {cp_size: 2}", 13, "parallelism_config takes an object"),
+    "best without evaluation": ("load_best_model_at_end: true", 13, "needs save_strategy and eval_strategy to be the"),
+    "plateau without evaluation": ("lr_scheduler_type: reduce_lr_on_plateau", 13, "needs an evaluation to look at"),
+    "prefetch without workers": ("dataloader_prefetch_factor: 2", 13, "is for dataloader_num_workers"),
+    "half a step": ("logging_steps: 2.5", 13, "logging_steps=2.5 is neither a number of steps nor a share"),
+    "two engines": ("fsdp: full_shard\ndeepspeed: {a: 1}", 13, "one engine trains a model"),
+    "written twice": ("use_cpu: false", 13, "'use_cpu' is written twice, first in line 7"),
+    "unclosed bracket": ("lora_target_modules: [a, b", 13, "this is not YAML: while parsing a flow sequence"),
+    "code": ("run_name: !!python/name:os.system", 13, "a recipe is data, and names no code"),
+}  # fmt: skip
+
+
+def with_lines(lines):
+    """The good recipe with lines after it; after `!` they take the place of the lines with the same key."""
+    if not lines.startswith("!"):
+        return GOOD + lines + "\n"
+    lines = lines[1:]
+    key = lines.partition(":")[0]
+    kept = GOOD.replace("reward_funcs:\n  - safe_trainers.tiny.exact_match", "reward_funcs: [x]").splitlines()
+    kept = ["#" if line.startswith(f"{key}:") else line for line in kept]
+    if key != "reward_funcs":
+        return "\n".join(kept).replace("reward_funcs: [x]", "reward_funcs:\n  - safe_trainers.tiny.exact_match") + (
+            f"\n{lines}\n"
+        )
+    return "\n".join([*kept[:3], "#", *kept[3:]]) + f"\n{lines}\n"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_said_on_its_line(name, capsys):
+    lines, line, text = WRONG[name]
+    found = said(check(with_lines(lines)))
+    assert [place for place, what in found if text in what] == [line], found
+    assert all(place is not None for place, _ in found)
+    assert main(["validate", "recipe.yaml", "--task", "grpo"]) == 2
+    captured = capsys.readouterr()
+    assert f"recipe.yaml:{line}: " in captured.out
+    assert "Traceback" not in captured.out + captured.err
+
+
+def test_the_table_is_as_long_as_it_was_promised():
+    assert len(WRONG) >= 50
+
+
+@pytest.mark.parametrize("name", ["misspelt key", "float for an integer", "two precisions", "written twice", "code"])
+def test_the_training_commands_say_the_same_before_anything_slow(name):
+    lines, line, text = WRONG[name]
+    Path("recipe.yaml").write_text(with_lines(lines))
+    with pytest.raises((RecipeError, PrecisionError)) as before:
+        prepare("grpo", ["--config", "recipe.yaml"])
+    with pytest.raises((RecipeError, PrecisionError)) as training:
+        read_recipe("grpo", ["--config", "recipe.yaml"])
+    assert str(before.value) == str(training.value)
+    assert f"recipe.yaml:{line}: " in str(training.value)
+    assert text in str(training.value)
+
+
+def test_all_problems_are_said_at_once():
+    lines = [lines for lines, _, _ in WRONG.values() if not lines.startswith("!") and "\n" not in lines]
+    lines = [line for line in lines if line.partition(":")[0] not in ("use_cpu", "lora_target_modules")]
+    lines = list({line.partition(":")[0]: line for line in lines}.values())
+    found = said(check(GOOD + "\n".join(lines)))
+    missed = {13 + number for number in range(len(lines))} - {line for line, _ in found}
+    # What a broken value would have to be compared with is left alone.
+    assert {lines[number - 13].partition(":")[0] for number in missed} <= {"fp16", "dtype", "bnb_4bit_compute_dtype"}
+    assert [line for line, _ in found] == sorted(line for line, _ in found)
+
+
+WARNED = {
+    "vLLM without use_vllm": (
+        "vllm_gpu_memory_utilization: 0.5",
+        13,
+        "vllm_gpu_memory_utilization: for vLLM, and use_vl",
+    ),
+    "4-bit settings without 4 bit": ("use_bnb_nested_quant: true", 13, "load_in_4bit is off"),
+    "fp16 on a CPU": ("!precision: fp16", 13, "precision='fp16' on CPU"),
+    "stock rollouts": ("rollout_compute: stock", 6, "rollout_compute='stock' under autocast"),
+    "loss for sequences": ("loss_type: luspo", 13, "made for importance_sampling_level sequence"),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_is_probably_not_meant_is_a_warning(name):
+    lines, line, text = WARNED[name]
+    checked = check(with_lines(lines))
+    assert [place for place, what in said(checked, "warning") if text in what] == [line], checked.remarks
+    assert checked.errors == ()
+    assert main(["validate", "recipe.yaml", "--task", "grpo"]) == 1
+
+
+@pytest.mark.parametrize("lines", ["vllm_mode: server\nuse_vllm: false", "lora_r: 4\nuse_peft: false",
+                                   "save_strategy: no",
+                                   "run_name: 2024", "lora_alpha: 32", "report_to: [none]",
+                                   "max_completion_length: null",
+                                   "num_generations_eval: 2", "env: {OMP_NUM_THREADS: 2}", "seed: 0"])  # fmt: skip
+def test_what_is_meant_is_let_through(lines):
+    text = GOOD.replace("report_to: none\n", "") + lines + "\n"
+    assert check(text).remarks == ()
+
+
+def test_code_that_is_imported_or_trusted_is_named():
+    Path("mine.py").write_text("raise SystemError('never run')\ndef digits(completions, **kwargs): return []\n")
+    checked = check(with_lines("!reward_funcs: [mine.digits]") + "trust_remote_code: true\n")
+    assert checked.errors == ()
+    assert said(checked, "note") == [
+        (13, f"a run imports the code of mine ({Path('mine.py').absolute()}), for the reward mine.digits"),
+        (14, "trust_remote_code is on: the code that comes with tiny:llava is run"),
+    ]
+    assert main(["validate", "recipe.yaml", "--task", "grpo"]) == 0
+
+
+# --- outdated keys ---------------------------------------------------------------------------------------------------
+
+KNOWN_OUTDATED = {"max_prompt_length", "torch_dtype", "warmup_ratio", "overwrite_output_dir", "vllm_device",
+                  "chat_template", "freeze_vision_modules", "max_pixels"}  # fmt: skip
+
+
+def test_keys_of_public_recipes_are_keys_now_or_have_a_successor():
+    assert set(RENAMED) >= KNOWN_OUTDATED
+    keys = load("grpo").keys
+    assert {"system_prompt", "bnb_4bit_compute_dtype"} <= set(keys)
+    assert not KNOWN_OUTDATED & set(keys)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_outdated_key_is_named_with_its_successor(task):
+    keys = load(task, "1.16.0").keys
+    old = [key for key in RENAMED if key not in keys]
+    Path("recipe.yaml").write_text(GOOD + "".join(f"{key}: 1\n" for key in old))
+    found = {remark.key: remark for remark in validate("recipe.yaml", task=task).errors}
+    for number, key in enumerate(old, start=13):
+        remark = found[key]
+        assert remark.line == number
+        assert "is no key any more" in remark.text
+        new = RENAMED[key].key
+        if new is not None and (new in keys or new == "env"):
+            assert f"its successor is {new}" in remark.text
+            assert remark.fix.startswith(f"{new}: ")
+        else:
+            assert remark.fix == f"drop `{key}`"
+
+
+def test_successors_are_keys_of_some_task_and_old_keys_of_none_that_is_installed():
+    newest = {key for task in TASKS for key in load(task, available()[-1]).keys}
+    for key, found in RENAMED.items():
+        assert found.key in {None, "env"} | newest, key
+        assert found.key is not None or found.why, key
+    deprecated = {"use_transformers_paged", "vllm_importance_sampling_cap"}
+    assert set(RENAMED) & newest <= deprecated
+
+
+def test_every_field_that_went_since_the_oldest_supported_version_has_an_entry():
+    gone = {key for task in TASKS for key in set(load(task, "0.29.1").keys) - set(load(task, "1.16.0").keys)}
+    assert gone - set(RENAMED) == set()
+
+
+def test_a_key_is_outdated_only_where_the_installed_trl_lacks_it():
+    text = GOOD + "warmup_ratio: 0.1\n"
+    assert said(check(text, schema=load("grpo", "0.29.1"))) == []
+    ((line, what),) = said(check(text, schema=load("grpo", "1.16.0")))
+    assert (line, what[:29]) == (13, "warmup_ratio is no key any mo")
+    assert successor("learning_rte", 1, load("grpo").keys) is None
+
+
+def test_values_of_outdated_keys_are_carried_over():
+    keys = load("grpo").keys
+    assert successor("torch_dtype", "bfloat16", keys)[1] == "dtype: bfloat16"
+    assert successor("wandb_project", "mine", keys)[1] == "env: {WANDB_PROJECT: mine}"
+    assert successor("fsdp_min_num_params", 1000, keys)[1] == "fsdp_config: {min_num_params: 1000}"
+    assert "--accelerate_config zero3" in successor("accelerate_config", "zero3", keys)[0]
+
+
+# --- mutations of valid recipes --------------------------------------------------------------------------------------
+
+LINES = {task: [line for line in (ROOT / "recipes" / task / f"tiny_{'text' if task == 'reward' else 'vlm'}_bf16.yaml")
+                .read_text().splitlines() if line and not line.startswith("#")] for task in TASKS}  # fmt: skip
+VALUES = ["4.0", "-3", "null", "[1, 2]", "{a: 1}", "'yes'", "text", "true", "1e400", ".nan", "2024-01-01", "''",
+          "!!x y", "*a", "&a 1", "[", "'", "\t", "0", "99999999999999999999", "a: b", "%", "@", "`", "|",
+          "- 1", "\u00e9", "\x07"]  # fmt: skip
+
+
+@st.composite
+def mutated(draw):
+    """A recipe with one thing wrong, or harmlessly other; with the line that it is on where that is known."""
+    task = draw(st.sampled_from(TASKS))
+    lines = list(LINES[task])
+    index = draw(st.integers(0, len(lines) - 1))
+    key = lines[index].partition(":")[0]
+    kind = draw(st.sampled_from(["misspelt", "dropped letter", "deleted", "value", "duplicated", "moved", "inserted"]))
+    line = index + 1
+    if kind == "misspelt":
+        letter = draw(st.characters(codec="ascii", categories=["Ll"]))
+        at = draw(st.integers(0, len(key)))
+        lines[index] = key[:at] + letter + key[at:] + lines[index][len(key) :]
+    elif kind == "dropped letter":
+        at = draw(st.integers(1, len(key) - 1))
+        lines[index] = key[:at] + key[at + 1 :] + lines[index][len(key) :]
+    elif kind == "deleted":
+        del lines[index]
+    elif kind == "value":
+        lines[index] = f"{key}: {draw(st.sampled_from(VALUES))}"
+    elif kind == "duplicated":
+        line = draw(st.integers(index + 1, len(lines))) + 1
+        lines.insert(line - 1, lines[index])
+    elif kind == "moved":
+        lines.insert(draw(st.integers(0, len(lines) - 1)), lines.pop(index))
+    else:
+        text = draw(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40))
+        lines.insert(index, text)
+    return task, kind, key, line, "\n".join(lines) + "\n"
+
+
+@settings(
+    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(mutated())
+def test_mutations_of_valid_recipes_are_said_or_harmless(case):
+    task, kind, key, line, text = case
+    Path("recipe.yaml").write_bytes(text.encode())
+    checked = validate("recipe.yaml", task=task)
+    found = [(remark.line, str(remark)) for remark in checked.errors]
+    if kind == "moved":
+        assert found == []
+    elif kind in ("misspelt", "dropped letter"):
+        assert line in [number for number, _ in found], found
+        assert any(f"{key!r}" in what or "is a key of" in what or "no key any more" in what
+                   for number, what in found if number == line), found  # fmt: skip
+    elif kind == "duplicated":
+        assert [number for number, _ in found] == [line]
+    for number, what in found:
+        assert what.startswith("recipe.yaml")
+        assert "\n" not in what
+        assert number is None or 1 <= number <= text.count("\n") + 1
+    if not found:
+        assert checked.check() is None
+        assert set(checked.values) <= set(load(task).keys)
+
+
+MEANT = ["value", "deleted"]
+
+
+@settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(mutated().filter(lambda case: case[1] in MEANT))
+def test_what_validate_lets_through_the_parser_of_trl_takes_too(case):
+    task, _, _, _, text = case
+    Path("recipe.yaml").write_bytes(text.encode())
+    checked = validate("recipe.yaml", task=task)
+    if checked.errors:
+        with pytest.raises((RecipeError, PrecisionError)):
+            read_recipe(task, ["--config", "recipe.yaml"])
+    else:
+        read = read_recipe(task, ["--config", "recipe.yaml"])
+        assert read.task == task
+
+
+# --- what surrounds a recipe -----------------------------------------------------------------------------------------
+
+
+def test_overrides_are_checked_by_the_same_keys():
+    words = ["--learning_rte", "1", "--num_generations", "4.0", "--bf16=perhaps", "--max-steps", "5", "--packing"]
+    checked = check(GOOD, overrides=words)
+    assert {str(remark) for remark in checked.errors} == {
+        "on the command line: there is no key 'learning_rte'; did you mean 'learning_rate'?",
+        "on the command line: num_generations is '4.0', and takes a whole number",
+        "on the command line: bf16 is 'perhaps', and takes true or false",
+        "on the command line: 'packing' is a key of sft, not of grpo. Drop `packing`",
+    }
+    assert checked.values["max_steps"] == 5
+    assert said(check(GOOD, overrides=["stray", "--use_peft"])) == [(None, "stray belongs to no key")]
+    assert check(GOOD, overrides=["--no_use_cpu", "--no-dataloader-pin-memory"]).values["use_cpu"] is False
+
+
+def test_the_command_line_mends_a_broken_file():
+    assert said(check(GOOD.replace("generations: 2", "generations: 3"), overrides=["--num_generations", "2"])) == []
+    ((line, text),) = said(check(GOOD, overrides=["--num_generations", "3"]))
+    assert line is None
+    assert "must be divisible by num_generations (3)" in text
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    (["--config", "a.yaml", "--x", "1"], (Path("a.yaml"), ["--x", "1"])),
+    (["--x", "--config=a.yaml"], (Path("a.yaml"), ["--x"])),
+    (["--x"], (None, ["--x"])),
+])  # fmt: skip
+def test_the_file_of_a_command_line(argv, expected):
+    assert split_config(argv) == expected
+    with pytest.raises(RecipeError, match="--config needs a file"):
+        split_config(["--config"])
+
+
+@pytest.mark.parametrize(("said_by", "path", "text"), [
+    ("folder", "sft/a.yaml", "model_name_or_path: a/b\n"),
+    ("header", "a.yaml", "# safe-trainers sft --config a.yaml\nmodel_name_or_path: a/b\n"),
+    ("keys", "a.yaml", "model_name_or_path: a/b\npacking: true\n"),
+])  # fmt: skip
+def test_the_task_is_told_by(said_by, path, text):
+    Path(path).parent.mkdir(exist_ok=True)
+    Path(path).write_text(text)
+    assert validate(path).task == "sft"
+
+
+def test_a_task_that_nothing_tells_is_asked_for(capsys):
+    Path("recipe.yaml").write_text(GOOD)
+    assert main(["validate", "recipe.yaml"]) == 2
+    assert capsys.readouterr().err == "error: recipe.yaml could be a recipe for grpo, rloo. Write: --task grpo\n"
+
+
+@pytest.mark.parametrize(("precision", "config", "errors"), [
+    ("bf16", "fp16", 1), ("fp16", "bf16", 1), ("fp32", "bf16", 1), ("bf16", "bf16", 0),
+    ("fp16", "no", 0), ("auto", "bf16", 1),
+])  # fmt: skip
+def test_a_launch_config_may_not_contradict_the_precision(precision, config, errors):
+    Path("launch.yaml").write_text(f"distributed_type: NO\nmixed_precision: '{config}'\nnum_processes: 1\n")
+    checked = check(GOOD.replace("bf16", precision).replace("use_cpu: true", "#"), accelerate_config="launch.yaml")
+    assert [(r.file, r.line) for r in checked.errors] == [("launch.yaml", 2)] * errors
+    assert all("drop `mixed_precision`" in r.fix for r in checked.errors)
+
+
+def test_launch_configs_of_the_package_fit_every_recipe():
+    for config in packaged.packaged("configs"):
+        assert check(GOOD, accelerate_config=config.name.removesuffix(".yaml")).errors == ()
+    ((_, text),) = said(check(GOOD, accelerate_config="zerro3"))
+    assert text == "there is no config zerro3; did you mean 'zero3'?"
+
+
+def test_batches_are_counted_over_the_processes_that_are_launched(monkeypatch):
+    text = GOOD.replace("train_batch_size: 4", "train_batch_size: 1").replace("generations: 2", "generations: 8")
+    assert "It fits 8 processes" in said(check(text))[0][1]
+    Path("launch.yaml").write_text("num_processes: 8\n")
+    assert said(check(text, accelerate_config="launch.yaml")) == []
+    assert said(check(text, processes=8)) == []
+    assert said(check(text.replace("# a header", "# safe-trainers grpo --config x --num_processes 8"))) == []
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert said(check(text, started=True)) == []
+
+
+def test_columns_of_local_files(tmp_path):
+    rows = {"prompt": "a", "picture": "b"}
+    Path("a.jsonl").write_text(json.dumps(rows) + "\n{broken")
+    Path("a.json").write_text(json.dumps([rows, rows]))
+    Path("a.csv").write_text("prompt,picture\n1,2\n")
+    Path("a.tsv").write_text("prompt\tpicture\n1\t2\n")
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pytest.importorskip("pyarrow").table({"prompt": ["a"], "picture": ["b"]}), "a.parquet"
+    )
+    for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet"):
+        assert local_columns(Path(name)) == ["prompt", "picture"], name
+    for name, content in {"b.json": "{", "c.parquet": "x", "d.jsonl": "\xff", "e.txt": "x", "f.json": "3"}.items():
+        Path(name).write_bytes(content.encode("latin-1"))
+        assert local_columns(Path(name)) is None
+    folder = Path("data")
+    folder.mkdir()
+    (folder / "test.jsonl").write_text(json.dumps({"x": 1}))
+    (folder / "train.jsonl").write_text(json.dumps(rows))
+    assert local_columns(folder) == ["prompt", "picture"]
+    assert local_columns(folder, "test") == ["x"]
+
+
+def test_a_recipe_is_held_against_the_columns_of_its_files():
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text(json.dumps({"problem": "a", "img": "b", "solution": "c"}))
+    text = GOOD.replace("tiny:shapes", "./data")
+    ((line, what),) = said(check(text))
+    assert (line, what) == (3, "dataset ./data has the columns problem, img, solution; grpo needs prompt")
+    assert said(check(text + "dataset_columns: {prompt: problem, images: img}\n")) == []
+    ((line, what),) = said(check(text + "dataset_columns: {prompt: problm}\n"))
+    assert line == 13
+    assert "no column 'problm'; did you mean 'problem'?" in what
+    ((line, what),) = said(check(text + "needs_images: true\ndataset_columns: {prompt: problem}\n"))
+    assert "this recipe needs pictures" in what
+
+
+# --- rewards, by their text ------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_found_without_being_run(tmp_path):
+    package = Path("mine")
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemError('never run')\nfrom .inner.deep import digits as shown\n")
+    (package / "inner" / "__init__.py").write_text("")
+    (package / "inner" / "deep.py").write_text(
+        "import functools\nif True:\n    def digits(completions, **kwargs): ...\n"
+        "def few(a, b): ...\nmade = functools.partial(few)\nclass Judge: ...\n"
+        "@functools.cache\ndef decorated(a): ...\nasync def later(completions, **kwargs): ...\n"
+    )
+    (package / "broken.py").write_text("def f(:\n")
+    (package / "star.py").write_text("from os.path import *\n")
+    for name in ("mine.shown", "mine.inner.deep.digits", "mine.inner.deep.made", "mine.inner.deep.decorated",
+                 "mine.star.anything", "math.sqrt"):  # fmt: skip
+        assert missing_function(name)[0] is None, name
+    for name, text in {
+        "mine.inner.deep.digit": "did you mean 'mine.inner.deep.digits'?",
+        "mine.inner.deep.few": "is no reward function",
+        "mine.inner.deep.Judge": "is no reward function",
+        "mine.inner.shallow.x": "No module named 'mine.inner.shallow'",
+        "mine.inner.deep.digits.x": "'mine.inner.deep' is not a package",
+        "mine.broken.f": "SyntaxError",
+        "mine.inner": "is no reward function, but a module",
+        "no.f": "No module named 'no'",
+        ".f": "is no name of a module",
+    }.items():
+        assert text in missing_function(name)[0], name
+    assert not {"mine", "mine.inner", "mine.inner.deep"} & set(sys.modules)
+    assert find_module("mine.inner.deep")[0] == Path("mine/inner/deep.py").absolute()
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_validate_takes_less_than_two_seconds_and_imports_neither_torch_nor_trl():
+    code = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from safe_trainers.cli.main import main\n"
+        f"status = main(['validate', *{[str(path) for path in RECIPES]!r}])\n"
+        "print('seconds', time.perf_counter() - start)\n"
+        "print('modules', *sys.modules)\n"
+        "sys.exit(status)\n"
+    )
+    start = time.perf_counter()
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - start < 5  # of a machine that others use too
+    lines = dict(line.split(" ", 1) for line in out.stdout.splitlines() if line.startswith(("seconds ", "modules ")))
+    assert float(lines["seconds"]) < 2
+    assert not {"torch", "trl", "transformers", "datasets", "peft", "accelerate"} & set(lines["modules"].split())
+
+
+def test_validate_as_json(capsys):
+    Path("recipe.yaml").write_text(GOOD + "learning_rte: 1\nfp16: true\n")
+    assert main(["validate", "recipe.yaml", "--task", "grpo", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["subject"] == "recipe.yaml"
+    first, second = report["verdicts"]
+    assert first["id"] == "precision-contradicts-flag"
+    assert second["text"].startswith("recipe.yaml:13: there is no key 'learning_rte'")
+
+
+def test_list_names_everything_with_one_line_each(capsys):
+    assert main(["list", "--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)["tables"]
+    assert {row["name"] for row in tables["recipes"]} == {p.relative_to(ROOT / "recipes").as_posix() for p in RECIPES}
+    assert {row["name"] for row in tables["configs"]} == {p.name for p in (ROOT / "configs").glob("*.yaml")}
+    assert all(row["model"] and row["hardware"] and row["precision"] for row in tables["recipes"])
+    assert all(row["what"] for row in tables["configs"])
+
+
+def test_copies_are_the_files_and_overwrite_nothing(capsys):
+    assert main(["copy", "grpo/tiny_vlm_bf16"]) == 0
+    assert main(["copy", "recipes/grpo/tiny_vlm_bf16.yaml", "mine.yaml"]) == 0
+    original = (ROOT / "recipes" / "grpo" / "tiny_vlm_bf16.yaml").read_text()
+    assert Path("tiny_vlm_bf16.yaml").read_text() == Path("mine.yaml").read_text() == original
+    assert main(["copy", "zero3"]) == 0
+    assert Path("zero3.yaml").read_text() == (ROOT / "configs" / "zero3.yaml").read_text()
+    Path("mine.yaml").write_text("edited")
+    capsys.readouterr()
+    assert main(["copy", "grpo/tiny_vlm_bf16", "mine.yaml"]) == 2
+    assert "mine.yaml is there already. Write: --force, or another name" in capsys.readouterr().err
+    assert Path("mine.yaml").read_text() == "edited"
+    assert main(["copy", "grpo/tiny_vlm_bf16", "mine.yaml", "--force"]) == 0
+    assert Path("mine.yaml").read_text() == original
+
+
+@pytest.mark.parametrize(("argv", "text"), [
+    (["grpo/tiny_vlm_bf61"], "there is no recipe grpo/tiny_vlm_bf61; did you mean 'grpo/tiny_vlm_bf16.yaml'?"),
+    (["zerro3"], "there is no config zerro3; did you mean 'zero3'?"),
+    (["tiny_vlm_bf16"], "tiny_vlm_bf16 stands for grpo/tiny_vlm_bf16.yaml, "),
+    (["zero3", "no/such/folder/x.yaml"], "there is no folder no/such/folder"),
+    (["../../etc/passwd"], "there is no recipe"),
+])  # fmt: skip
+def test_copies_that_cannot_be_made(argv, text, capsys):
+    assert main(["copy", *argv]) == 2
+    assert text in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
+
+
+def test_the_environment_of_a_recipe_is_set_before_training(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
+    Path("recipe.yaml").write_text(GOOD + "env: {WANDB_MODE: online, TRACKIO_PROJECT: mine}\n")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    prepare("grpo", ["--config", "recipe.yaml"])
+    assert (os.environ["WANDB_MODE"], os.environ["TRACKIO_PROJECT"]) == ("offline", "mine")
+
+
+def test_notes_are_said_when_training_begins(capsys):
+    Path("recipe.yaml").write_text(GOOD + "trust_remote_code: true\n")
+    prepare("grpo", ["--config", "recipe.yaml"])
+    assert capsys.readouterr().err.startswith("note: recipe.yaml:13: trust_remote_code is on")
