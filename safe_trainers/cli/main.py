@@ -43,6 +43,7 @@ COMMANDS = {
     "copy": Command("copy one of them into the current folder", "copy_"),
     "report": Command("say what a model, a recipe or a checkpoint holds and computes in", "report"),
     "compare": Command("say what differs between two of them, or between two saved reports", "compare"),
+    "plot": Command("draw what a run logged: reward, loss, loss scale, sampler against trainer", "plot"),
     "doctor": Command("say whether this machine and this environment can train", "doctor"),
     "explain": Command("say what an error text or a log means, and the line to write", "explain"),
 }

@@ -1,33 +1,155 @@
-"""The plot of a run: what was learned, and what the loss did."""
+"""`safe-trainers plot RUN`, and the plot that is written at the end of each run: what was learned, and how exactly."""
 
-from collections.abc import Mapping, Sequence
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
-CURVES = {
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Points = list[tuple[float, float]]
+"""Step and value."""
+
+LEARNED = {
     "reward": "reward",
     "rewards/exact_match/mean": "exact match",
     "mean_token_accuracy": "token accuracy",
     "accuracy": "accuracy",
+    "eval_accuracy": "accuracy, held out",
+    "eval_mean_token_accuracy": "token accuracy, held out",
 }
-"""Log keys that go into the upper panel, and what they are called."""
+"""Log keys of the first panel, and what they are called there; other `rewards/...` go by their own names."""
+
+LOSSES = {"loss": "loss", "eval_loss": "loss, held out"}
+MISMATCH = {"precision/logp_mismatch_mean": "mean abs(D)", "precision/logp_mismatch_max": "largest abs(D)"}
+SCALE, SKIPPED = "precision/loss_scale", "precision/skipped_steps"
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""Okabe and Ito's, which colour-blind people can tell apart."""
+
+DASHES = ("-", "--", "-.", ":")
+MOST_LINES = 6
+FORMATS = (".pdf", ".png", ".svg")
+FILES = ("log.json", "trainer_state.json")
+
+EPILOG = """RUN is the folder of a run (its log.json), or a checkpoint (its trainer_state.json)
+  safe-trainers plot runs/tiny_vlm_bf16
+  safe-trainers plot runs/tiny_vlm_bf16/checkpoint-100 --output reward.svg
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.epilog = EPILOG
+    parser.add_argument("run", metavar="RUN", help="folder of a run or of a checkpoint, or its log")
+    parser.add_argument("--output", metavar="FILE", help="the picture (.png, .pdf or .svg); by default RUN/plot.png")
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Draws the plot of a run.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        RecipeError: If there is no log to draw, or no place to draw it to.
+    """
+    from ..errors import RecipeError, hint, nearest
+
+    file = find_log(Path(options.run))
+    log = read_log(file)
+    reason = why_not(log)
+    if reason is not None:
+        raise RecipeError(f"{file} cannot be drawn: {reason}")
+    output = Path(options.output) if options.output else file.parent / "plot.png"
+    if output.suffix not in FORMATS:
+        near = hint(nearest(output.suffix, FORMATS))
+        raise RecipeError(f"--output {output} is no picture{near}. Write: --output {output.with_suffix('.png')}")
+    if not output.parent.is_dir():
+        raise RecipeError(f"there is no folder {output.parent} for --output {output}")
+    try:
+        plot_run(log, output, file.parent.resolve().name)
+    except OSError as error:
+        raise RecipeError(f"--output {output} cannot be written: {error.strerror}") from None
+    print(f"plot {output}")
+    return 0
+
+
+def find_log(place: Path) -> Path:
+    """The log of a run.
+
+    Args:
+        place: Its folder, a checkpoint, or the file itself.
+
+    Returns:
+        The file: `log.json`, else `trainer_state.json`, else that of the newest checkpoint inside.
+
+    Raises:
+        RecipeError: If there is none, with the nearest folder that has one.
+    """
+    from ..errors import RecipeError, hint, nearest
+
+    if place.is_file():
+        return place
+    direct = [place / name for name in FILES if (place / name).is_file()]
+    if direct:
+        return direct[0]
+
+    def step(file: Path) -> int:
+        number = file.parent.name.rpartition("-")[2]
+        return int(number) if number.isdigit() else -1
+
+    inside = sorted(place.glob("checkpoint-*/trainer_state.json"), key=step) if place.is_dir() else []
+    if inside:
+        return inside[-1]
+    above = place.parent
+    logs = [found for name in FILES for found in above.glob(f"*/{name}")] if above.is_dir() else []
+    near = nearest(str(place), sorted({str(found.parent) for found in logs}))
+    if not place.exists():
+        raise RecipeError(f"there is no run {place}{hint(near)}")
+    raise RecipeError(f"{place} is no run: it holds neither {' nor '.join(FILES)}{hint(near)}")
+
+
+def read_log(file: Path) -> list[Mapping[str, Any]]:
+    """The log of a run: `trainer.state.log_history`.
+
+    Args:
+        file: Of `find_log`.
+
+    Returns:
+        Its entries.
+
+    Raises:
+        RecipeError: If the file holds none.
+    """
+    from ..errors import RecipeError
+
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    found = content.get("log", content.get("log_history")) if isinstance(content, dict) else content
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise RecipeError(f"{file} is no log of a run: it holds neither `log` nor `log_history`")
+    return found
 
 
 def why_not(log: Sequence[Mapping[str, Any]]) -> str | None:
     """Why the plot of a run cannot be drawn, `None` where it can."""
     if find_spec("matplotlib") is None:
         return 'pip install "safe-trainers[plots]"'
-    return None if _steps(log) else "the run ended before its first log; lower logging_steps"
-
-
-def _steps(log: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [entry for entry in log if "loss" in entry]
+    return None if _points(log, "loss") else "the run ended before its first log; lower logging_steps"
 
 
 def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path | None:
-    """Draws reward (or accuracy) and loss over the steps of a run.
+    """Draws what a run logged over its steps: reward or accuracy, loss, loss scale, sampler against trainer.
+
+    There is a panel for each of them that is in the log. The last two have logarithmic axes.
 
     Args:
         log: `trainer.state.log_history`.
@@ -39,25 +161,130 @@ def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path |
     """
     if why_not(log) is not None:
         return None
-    steps = _steps(log)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(7, 5), layout="constrained")
+    panels = _panels(log)
+    heights = [height for height, _ in panels]
+    figure = Figure(figsize=(8, 0.9 + 1.05 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for key, label in CURVES.items():
-        points = [(entry["step"], entry[key]) for entry in steps if isinstance(entry.get(key), (int, float))]
-        if points:
-            upper.plot(*zip(*points, strict=True), label=label, linewidth=1.5)
-    lower.plot([entry["step"] for entry in steps], [float(entry["loss"]) for entry in steps], color="0.35")
-    upper.set_title(title)
-    upper.set_ylabel("mean per step")
-    upper.legend(loc="lower right", frameon=False)
-    lower.set_ylabel("loss")
-    lower.set_xlabel("optimizer step")
-    for panel in (upper, lower):
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
+    grid = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights, squeeze=False)
+    for axes, (_, draw) in zip(grid[:, 0], panels, strict=True):
+        draw(axes)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(axes.get_legend_handles_labels()[1]) > 1:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), frameon=False, fontsize=9)
+    figure.align_ylabels()
+    grid[0, 0].set_title(title, loc="left", fontsize=11)
+    grid[-1, 0].set_xlabel("optimizer step")
+    grid[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     figure.savefig(path, dpi=150)
     return path
+
+
+def _panels(log: Sequence[Mapping[str, Any]]) -> list[tuple[float, Callable[["Axes"], None]]]:
+    """The panels that there is something for: relative height, and what draws it."""
+    learned = _lines(log, _learned(log))
+    losses, mismatch = _lines(log, LOSSES), _lines(log, MISMATCH)
+    scale, skips = _points(log, SCALE), _skips(log)
+    panels: list[tuple[float, Callable[[Axes], None]]] = []
+    if learned:
+        spread = _spread(log) if "reward" in learned else []
+        panels.append((2.2, lambda axes: _draw_learned(axes, learned, spread)))
+    panels.append((1.6, lambda axes: _draw(axes, losses, "loss")))
+    if scale:
+        panels.append((1.4, lambda axes: _draw_scale(axes, scale, skips)))
+    if mismatch:
+        panels.append((1.6, lambda axes: _draw(axes, mismatch, "sampler against\ntrainer, nats", logarithmic=True)))
+    return panels
+
+
+def _learned(log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The lines of the first panel: the overall ones, and each reward function's where there are several."""
+    names = dict(LEARNED)
+    own = sorted({key for entry in log for key in entry if key.startswith("rewards/") and key.endswith("/mean")})
+    own = [key for key in own if key not in names]
+    if len(own) > 1 or "rewards/exact_match/mean" in {key for entry in log for key in entry}:
+        names |= {key: key.removeprefix("rewards/").removesuffix("/mean").replace("_", " ") for key in own}
+    return names
+
+
+def _lines(log: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Points]:
+    made = {label: _points(log, key) for key, label in names.items()}
+    return dict([(label, points) for label, points in made.items() if points][:MOST_LINES])
+
+
+def _points(log: Sequence[Mapping[str, Any]], key: str) -> Points:
+    """Where a number was logged; one that is not finite is a gap, and a line of gaps is none."""
+    found = [(entry.get("step"), _number(entry.get(key))) for entry in log if key in entry]
+    points = [(float(step), value) for step, value in found if isinstance(step, (int, float)) and value is not None]
+    return points if any(math.isfinite(value) for _, value in points) else []
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _skips(log: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The steps at which the number of skipped ones had grown."""
+    counted = _points(log, SKIPPED)
+    before = [0.0, *(count for _, count in counted)]
+    return [step for (step, count), last in zip(counted, before, strict=False) if count > last]
+
+
+def _spread(log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
+    """Step, reward minus and plus its standard deviation, where both were logged."""
+    spread = dict(_points(log, "reward_std"))
+    return [
+        (step, mean - spread[step], mean + spread[step]) for step, mean in _points(log, "reward") if step in spread
+    ]
+
+
+def _draw(axes: "Axes", lines: Mapping[str, Points], label: str, *, logarithmic: bool = False) -> None:
+    positive = [value for points in lines.values() for _, value in points if 0 < value < math.inf]
+    logarithmic = logarithmic and bool(positive)  # a run in float32 may be exactly 0 throughout
+    for index, (name, points) in enumerate(lines.items()):
+        marker = "o" if len(points) <= 25 else ""
+        axes.plot(
+            [step for step, _ in points],
+            [value if math.isfinite(value) and (value > 0 or not logarithmic) else math.nan for _, value in points],
+            color=COLOURS[index % len(COLOURS)],
+            linestyle=DASHES[index % len(DASHES)],
+            marker=marker,
+            markersize=3,
+            linewidth=1.5,
+            label=name,
+        )
+    if logarithmic:
+        from matplotlib.ticker import NullFormatter
+
+        # Whole decades, so that at least two ticks have a number.
+        low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+        axes.set_yscale("log")
+        axes.set_ylim(10.0**low, 10.0 ** max(high, low + 1))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(label)
+
+
+def _draw_learned(axes: "Axes", lines: Mapping[str, Points], spread: list[tuple[float, float, float]]) -> None:
+    _draw(axes, lines, next(iter(lines)) if len(lines) == 1 else "mean per step")
+    if len(spread) > 1:
+        steps, low, high = zip(*spread, strict=True)
+        axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.12, linewidth=0, label="reward ± std")
+
+
+def _draw_scale(axes: "Axes", points: Points, skips: Sequence[float]) -> None:
+    axes.plot(*zip(*points, strict=True), color=COLOURS[0], linewidth=1.5, drawstyle="steps-post", label="loss scale")
+    axes.set_yscale("log", base=2)
+    axes.set_ylabel("loss scale")
+    at = dict(points)
+    if skips:
+        values = [at.get(step, points[0][1]) for step in skips]
+        axes.plot(skips, values, "x", color=COLOURS[1], markersize=6, label="step skipped")
