@@ -8,13 +8,15 @@ from typing import Any
 
 from .device import Device
 from .dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, SHORT, parse_dtype
-from .errors import PrecisionError, refuse
+from .errors import PrecisionError, nearest, refuse
 from .policy import FLAG_OF, Choice, Flags, Model, resolve, resolve_compute
 from .schema import shown
 from .settings import Remark, Settings
 
 
 AT_LEAST = {
+    "dataset_limit": 1, "image_min_size": 1, "image_max_size": 1, "image_min_pixels": 1, "image_max_pixels": 1,
+    "loss_scale_growth_interval": 1, "max_consecutive_skips": 1, "sync_lost_limit": 0,
     "dataset_size": 1, "evaluation_size": 0, "warm_up_steps": 0, "warm_up_batch_size": 1,
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
     "num_generations": 2, "num_generations_eval": 1, "num_iterations": 1, "steps_per_generation": 1,
@@ -31,17 +33,21 @@ AT_LEAST = {
 }  # fmt: skip
 """The smallest value of a key."""
 
+ABOVE = {"loss_scale_init": 0, "loss_scale_growth_factor": 1, "loss_scale_backoff_factor": 0, "num_train_epochs": 0}
+"""What a key has to be above."""
+
 AT_MOST = {
     "lora_dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "top_p": 1, "min_p": 1, "top_entropy_quantile": 1,
     "vllm_gpu_memory_utilization": 1, "label_smoothing_factor": 1, "ref_model_mixup_alpha": 1, "warm_up_bias": 1,
-    "test_split_size": 1, "seed": 2**32 - 1, "data_seed": 2**32 - 1, "vllm_server_port": 65535,
-    "vllm_group_port": 65535,
+    "test_split_size": 1, "sync_lost_limit": 1, "seed": 2**32 - 1, "data_seed": 2**32 - 1, "vllm_server_port": 65535,
+    "vllm_group_port": 65535, "loss_scale_backoff_factor": 0.99999,
 }  # fmt: skip
 """The largest."""
 
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
         "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora")  # fmt: skip
 FOUR_BIT = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
+FSDP = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap")
 PRECISION = ("precision", "fp16", "bf16")
 
 GPU = Device(kind="cuda", name="a GPU", unscalable=frozenset({BFLOAT16, FLOAT16}))
@@ -82,6 +88,10 @@ def _ranges(settings: Settings) -> Iterator[Remark]:
         if low is not None and value < low:
             settings.broken.add(key)
             yield settings.error(key, f"{key}={value} is too small", f"{key}: {low} or more")
+        elif key in ABOVE and value <= ABOVE[key]:
+            settings.broken.add(key)
+            usual = settings.schema.keys[key].default
+            yield settings.error(key, f"{key}={value} has to be above {ABOVE[key]}", f"{key}: {usual}")
         elif high is not None and value > high:
             settings.broken.add(key)
             what = "is no share" if high == 1 else "is too large"
@@ -91,7 +101,12 @@ def _ranges(settings: Settings) -> Iterator[Remark]:
 
 def _generation_batch(settings: Settings) -> Iterator[Remark]:
     """Whole groups of completions for each prompt, as TRL counts them."""
-    if not settings.has("num_generations") or settings["num_generations"] is None:
+    if not settings.has("num_generations"):
+        return
+    if settings["num_generations"] is None:
+        yield settings.error(
+            "num_generations", "num_generations is null, and groups have a size", "num_generations: 8"
+        )
         return
     if settings["generation_batch_size"] is not None and settings["steps_per_generation"] is not None:
         text = "generation_batch_size and steps_per_generation say the same, and TRL takes one of them"
@@ -304,6 +319,11 @@ def _completions(settings: Settings) -> Iterator[Remark]:
 
 
 def _engines(settings: Settings) -> Iterator[Remark]:
+    words = settings["fsdp"] if isinstance(settings["fsdp"], list) else str(settings["fsdp"] or "").split()
+    wrong = next((word for word in words if word.lower() not in {*FSDP, "true", "false"}), None)
+    if wrong is not None:
+        text = f"fsdp is {wrong!r}, and takes some of {', '.join(FSDP)}"
+        yield settings.error("fsdp", text, f"fsdp: {nearest(wrong, FSDP) or FSDP[0]}")
     if settings["deepspeed"] and settings["fsdp"]:
         yield settings.error(("fsdp", "deepspeed"), "fsdp and deepspeed are both set, and one engine trains a model")
 

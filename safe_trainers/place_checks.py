@@ -96,6 +96,11 @@ def _dataset(settings: Settings) -> Iterator[Remark]:
             fix = "dataset_name: tiny:shapes, or a folder or hub name"
             yield settings.error(key, "dataset_name is missing", fix)
         return
+    unnamed = [value for value in (settings["dataset_columns"] or {}).values() if not isinstance(value, str)]
+    if unnamed:
+        text = f"dataset_columns names {shown(unnamed[0])}, and columns are text"
+        yield settings.error("dataset_columns", text, "dataset_columns: {prompt: problem}")
+        return
     embedded = embedded_name(name)
     if embedded is not None and embedded not in EMBEDDED_DATASETS:
         yield settings.error(

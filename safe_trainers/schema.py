@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from .errors import RecipeError, nearest
+from .errors import RecipeError, hint, nearest
 
 
 FOLDER = Path(__file__).parent / "_schema"
@@ -74,6 +74,7 @@ class Key:
         source: The dataclass that it comes from.
         choices: The values it takes, `None` where any of its types will do.
         length: Length of its list, `None` where any will do.
+        fields: The keys of each mapping in its list, `None` where any will do.
         help: What it is for, in the words of its dataclass.
     """
 
@@ -83,14 +84,17 @@ class Key:
     source: str = ""
     choices: tuple[Any, ...] | None = None
     length: int | None = None
+    fields: tuple[str, ...] | None = None
     help: str = ""
 
     @property
     def taken(self) -> str:
         """What it takes, in words."""
         if self.choices is not None:
-            shown = [str(choice) for choice in self.choices[:12]]
-            return "one of " + ", ".join([*shown, "..."] if len(self.choices) > len(shown) else shown)
+            shown = [str(choice) for choice in self.choices[:12] if choice]
+            more = ["..."] if len(self.choices) > 12 else []
+            others = [IN_WORDS[kind] for kind in self.types if kind in (BOOLEAN, INTEGER)]
+            return " or ".join(["one of " + ", ".join([*shown, *more]), *others])
         return " or ".join(IN_WORDS[kind] for kind in self.types if kind in IN_WORDS) or "nothing a recipe can hold"
 
     @property
@@ -102,7 +106,7 @@ class Key:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without what is left at its default."""
         kept = {name: value for name, value in asdict(self).items() if name != "name"}
-        optional = {"choices": None, "length": None, "help": ""}
+        optional = {"choices": None, "length": None, "fields": None, "help": ""}
         return {name: value for name, value in kept.items() if name not in optional or value != optional[name]}
 
 
@@ -189,9 +193,8 @@ def _read(version: str) -> dict[str, Schema]:
 
 
 def _key(name: str, values: Mapping[str, Any]) -> Key:
-    choices = values.get("choices")
-    fields = {**values, "types": tuple(values["types"]), "choices": None if choices is None else tuple(choices)}
-    return Key(name, **fields)
+    made: dict[str, Any] = {k: tuple(v) if k in ("types", "choices", "fields") else v for k, v in values.items()}
+    return Key(name, **made)
 
 
 def convert(key: Key, value: Any, text: str | None = None) -> Any:
@@ -308,7 +311,7 @@ def _as(kind: str, value: Any, text: str | None, choices: tuple[Any, ...] | None
 def _chosen(key: Key, value: Any) -> Any:
     if isinstance(value, str) and MAPPING in key.types:
         return _mapping_from(key, value)
-    if key.choices is not None and value not in key.choices and not isinstance(value, bool):
+    if key.choices is not None and isinstance(value, str) and value not in key.choices:
         accepted = [str(choice) for choice in key.choices]
         near = nearest(str(value), accepted)
         raise UnfitValueError(
@@ -343,6 +346,9 @@ def _convert_list(key: Key, values: Any, text: str | None = None) -> list[Any]:
         found = None if item is None else _as(key.item, item, text, None)
         if found is None:
             raise UnfitValueError(f"{key.name} holds {shown(item)}, and takes {IN_WORDS[f'list[{key.item}]']}")
+        wrong = [str(name) for name in item if name not in key.fields] if key.fields and isinstance(item, dict) else []
+        if wrong:
+            raise UnfitValueError(f"{key.name} has no {wrong[0]!r}{hint(nearest(wrong[0], key.fields or ()))}")
         made.append(found[0])
     if key.length is not None and len(made) != key.length:
         raise UnfitValueError(f"{key.name} is a list of {len(made)}, and takes {key.length} numbers")

@@ -13,6 +13,7 @@ import typing
 from importlib import metadata
 from typing import Any
 
+from .pictures import MODES
 from .recipes import recipe_classes
 from .schema import BOOLEAN, FOLDER, INTEGER, MAPPING, NULL, NUMBER, OBJECT, STRING, TASKS, Key, Schema, to_json
 
@@ -21,6 +22,11 @@ ALSO = {"scale_rewards": (BOOLEAN,), "resume_from_checkpoint": (BOOLEAN,)}
 """Types that a key takes beside those of its annotation, as its documentation says."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "debug": ("", "underflow_overflow", "tpu_metrics_debug"),
+    "image_mode": MODES,
+    "include_num_input_tokens_seen": ("no",),  # TRL's parser reads all else as true or false
+    "pad_to_multiple_of": ("auto",),
+    "precision_report": ("log", "file", "off"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "rollout_compute": ("training", "stock"),
@@ -28,7 +34,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "vllm_mode": ("colocate", "server"),
 }
-"""Values that TRL compares with without saying so in the field; a test finds each of them in its source."""
+"""Texts that are compared with without the field saying so; a test finds TRL's in its source."""
+
+LENGTHS = {"image_resize": 2}
+"""Lengths of lists, where the annotation does not say so."""
 
 _PLAIN = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: STRING, type(None): NULL, dict: MAPPING}
 
@@ -70,8 +79,13 @@ def main() -> int:
 def _key(field: Any, hint: Any, source: str) -> Key:
     kinds, choices = _kinds(hint)
     declared = field.metadata.get("choices")
-    accepted = tuple(declared) if declared is not None else CHOICES.get(field.name, choices or None)
-    length = len(typing.get_args(hint_of_tuple)) if (hint_of_tuple := _tuple(hint)) is not None else None
+    accepted = (
+        tuple(declared)
+        if declared is not None
+        else (CHOICES.get(field.name) if STRING in kinds else None) or choices or None
+    )
+    pair = _tuple(hint)
+    length = LENGTHS.get(field.name) if pair is None else len(typing.get_args(pair))
     kinds += tuple(kind for kind in ALSO.get(field.name, ()) if kind not in kinds)
     return Key(
         name=field.name,
@@ -80,6 +94,7 @@ def _key(field: Any, hint: Any, source: str) -> Key:
         source=source,
         choices=accepted,
         length=length,
+        fields=_fields(hint),
         help=" ".join(str(field.metadata.get("help", "")).replace("%%", "%").split()),
     )
 
@@ -114,6 +129,13 @@ def _item(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return MAPPING
     return _kinds(hint)[0][0]
+
+
+def _fields(hint: Any) -> tuple[str, ...] | None:
+    """The keys of each mapping in a list of a dataclass's fields."""
+    made = next((part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)), None)
+    listed = typing.get_origin(hint) is list and made is not None
+    return tuple(field.name for field in dataclasses.fields(made)) if listed and made is not None else None
 
 
 def _tuple(hint: Any) -> Any:

@@ -63,7 +63,11 @@ def test_the_default_of_every_key_is_a_value_of_it(task):
             assert convert(key, key.default) == key.default, key.name
 
 
-@pytest.mark.parametrize("name", sorted(set(CHOICES) - {"rollout_compute", "vllm_mode"}))
+@pytest.mark.parametrize(
+    "name",
+    ["importance_sampling_level", "multi_objective_aggregation", "scale_rewards", "vllm_importance_sampling_mode"],
+,
+)
 def test_choices_that_only_trls_source_knows_are_in_it(name):
     source = Path(grpo_trainer.__file__).read_text()
     for choice in CHOICES[name]:
@@ -137,6 +141,11 @@ UNFIT = [
     ("reward_funcs", [None], "reward_funcs holds null, and takes a list of texts", None),
     ("model_init_kwargs", "[1]", "holds no `key: value` pairs", "model_init_kwargs: {dtype: bfloat16}"),
     ("model_init_kwargs", 3, "holds no `key: value` pairs", "model_init_kwargs: {dtype: bfloat16}"),
+    ("pad_to_multiple_of", "no", "pad_to_multiple_of is 'no', and takes one of auto or a whole number", None),
+    ("datasets", [{"path": "a", "nmae": "b"}], "datasets has no 'nmae'; did you mean 'name'?", None),
+    ("image_resize", [1], "image_resize is a list of 1, and takes 2 numbers", None),
+    ("image_mode", "RBG", "image_mode is 'RBG', and takes one of", "image_mode: RGB"),
+    ("include_num_input_tokens_seen", "x", "takes one of no or true or false", None),
     ("parallelism_config", {"a": 1}, "parallelism_config takes an object", "drop `parallelism_config`"),
 ]  # fmt: skip
 
