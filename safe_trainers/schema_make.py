@@ -78,12 +78,8 @@ def main() -> int:
 
 def _key(field: Any, hint: Any, source: str) -> Key:
     kinds, choices = _kinds(hint)
-    declared = field.metadata.get("choices")
-    accepted = (
-        tuple(declared)
-        if declared is not None
-        else (CHOICES.get(field.name) if STRING in kinds else None) or choices or None
-    )
+    own = CHOICES.get(field.name, ()) if STRING in kinds else ()
+    accepted = tuple(field.metadata.get("choices") or own or choices) or None
     pair = _tuple(hint)
     length = LENGTHS.get(field.name) if pair is None else len(typing.get_args(pair))
     kinds += tuple(kind for kind in ALSO.get(field.name, ()) if kind not in kinds)

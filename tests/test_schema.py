@@ -66,7 +66,6 @@ def test_the_default_of_every_key_is_a_value_of_it(task):
 @pytest.mark.parametrize(
     "name",
     ["importance_sampling_level", "multi_objective_aggregation", "scale_rewards", "vllm_importance_sampling_mode"],
-,
 )
 def test_choices_that_only_trls_source_knows_are_in_it(name):
     source = Path(grpo_trainer.__file__).read_text()
