@@ -22,6 +22,9 @@ MOST = 4 * 2**20
 _LONGEST = 20_000
 """Characters of one message that are looked at."""
 
+_FIRST, _LAST = 300, 1000
+"""Exceptions of a log that are looked at: its first, among them the rank that failed first, and its last."""
+
 _ESCAPES = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[\x00\x07\x08]")
 _PREFIX = re.compile(
     r"^(?:[>│┃|] ?|\[(?:rank|default)\d+\]:? ?|\[\d+,\d+\]<std(?:err|out)>:? ?|\(\w+(?: pid=\d+)?(?:, ip=[\d.]+)?\) "
@@ -183,6 +186,8 @@ def _raised(plain: str, original: str) -> Iterator[_Raised]:
     """The exceptions of a log in their order, each with what the catalogue knows of its message."""
     originals = original.replace("\r\n", "\n").split("\n")
     starts = [match.start() for match in _EXCEPTION.finditer(plain)]
+    if len(starts) > _FIRST + _LAST:
+        starts = starts[:_FIRST] + starts[-_LAST:]
     known: dict[str, tuple[Entry, ...]] = {}
     chain, line, last = 0, 1, 0
     for start, following in pairwise([*starts, len(plain)]):

@@ -166,6 +166,15 @@ ENTRIES = (
         link="https://github.com/Dao-AILab/flash-attention/issues/1832",
     ),
     Entry(
+        "cuda-library-missing",
+        "vllm",
+        ("libcudart.so.… cannot open shared object file",),
+        "vLLM, flash-attn or bitsandbytes was built for another release of CUDA than the torch that is installed.",
+        "install it anew beside this torch, `pip install --force-reinstall --no-deps vllm` (or flash-attn, "
+        "bitsandbytes) in a build for the CUDA of `python -c 'import torch; print(torch.version.cuda)'`",
+        link="https://github.com/vllm-project/vllm/issues/52300",
+    ),
+    Entry(
         "lora-targets",
         "peft",
         ("Target modules … not found in the base model.",),

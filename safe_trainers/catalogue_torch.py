@@ -29,11 +29,21 @@ ENTRIES = (
             "expected m1 and m2 to have the same dtype, but got: …",
             "mat1 and mat2 must have the same dtype",
             "expected mat1 and mat2 to have the same dtype",
+            "self and mat2 must have the same dtype",
         ),
         "a linear layer got another dtype than its weights have, outside autocast: in `generate`, where part of the "
         "modules (norms, adapters, a trained head) is float32 and the rest is not, or where TRL rounded the trained "
         "head of a quantised model to bfloat16.",
         f"{BOUNDARIES}; with a stock trainer `bf16=True`, so that autocast casts, or one dtype for all weights",
+    ),
+    Entry(
+        "matmul-packed",
+        "torch",
+        ("self and mat2 must have the same dtype, but got … and Byte",),
+        "packed 4-bit weights were multiplied as if they were numbers: something calls the weight of a quantised "
+        "layer in place of the layer.",
+        "leave that layer out, `BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=['its name', 'lm_head'])`",
+        link="https://github.com/unslothai/unsloth/issues/3337",
     ),
     Entry(
         "scalar-types",
@@ -146,6 +156,17 @@ ENTRIES = (
         "or an earlier update made weights that are no numbers.",
         "`bf16=True` on a device that computes it; under fp16 a safe trainer with `fp32_modules=[...]`, whose "
         "`print(trainer.overflow_report)` names the module",
+    ),
+    Entry(
+        "out-of-memory",
+        "torch",
+        ("CUDA out of memory. Tried to allocate",),
+        "weights, gradients, optimizer state and activations together are more than the GPU has. float32 takes twice "
+        "what half precision does, and Adam two more numbers for each that is trained.",
+        "`safe-trainers report RECIPE` says what takes how much; then `gradient_checkpointing: true`, a smaller "
+        "`per_device_train_batch_size`, LoRA (`use_peft: true`) on `load_in_4bit: true`, or, with vLLM beside it, a "
+        "smaller `vllm_gpu_memory_utilization`",
+        link="https://github.com/huggingface/trl/issues/3172",
     ),
     Entry(
         "device-assert",

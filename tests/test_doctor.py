@@ -247,7 +247,12 @@ def stand_in(folder, module, code, name=None):
         ("import ctypes\nctypes.string_at(0)", "its process was ended by SIGSEGV", "pip install --force-reinstall"),
         ("import os\nos._exit(3)", "its process ended with exit status 3", "pip install --force-reinstall"),
         ("import time\ntime.sleep(600)", "it was not through after 2 s", "pip install --force-reinstall"),
-        ("raise ImportError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13", "python -c"),
+        ("raise ImportError('libsomething.so.1: no such library')", "libsomething.so.1", "python -c"),
+        (
+            "raise ImportError('libcudart.so.13: cannot open shared object file: No such file or directory')",
+            "built for another release of CUDA",
+            "install it anew",
+        ),
         (
             "raise ImportError('/x/flash_attn_2_cuda.cpython-311.so: undefined symbol: _ZN3c104cuda9SetDeviceEa')",
             "flash-attn was compiled against another torch",

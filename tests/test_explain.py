@@ -234,6 +234,17 @@ def test_a_log_of_many_megabytes():
     assert [found.entry.id for found in said.found] == ["conv-dtypes", "child-failed"]
 
 
+@pytest.mark.parametrize(
+    "line", ["a", "a.", "\n", "Input type (", "KeyError: {}\n", '  File "a", line 1\n    x\n', "│ ", "[a-b]", "\x1b["]
+)
+def test_no_log_takes_long(line):
+    # What each of the patterns begins with, over and over.
+    log = "".join(line.format(number) for number in range(MOST // 4 // len(line)))
+    began = time.process_time()
+    explain(log)
+    assert time.process_time() - began < 3  # 0.1 to 0.4 s on a machine that is idle
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=400), st.binary(max_size=400), st.sampled_from(sorted(FOREIGN)))
 def test_junk_around_a_message_hides_nothing(before, after, key):
