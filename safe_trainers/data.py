@@ -261,6 +261,8 @@ def _plan(dataset: Any, arguments: DatasetArguments, name: str, needs_images: bo
 
 def _mapped(dataset: Any, plan: _Plan) -> Any:
     """The dataset with our columns; pictures stay where they are, and are made when a row is read."""
+    from datasets import Dataset
+
     column = plan.pictures
     source = dataset.cast_column(column, encoded_feature(dataset.features[column])) if column else dataset
     kept = _kept(source, plan)
@@ -269,7 +271,9 @@ def _mapped(dataset: Any, plan: _Plan) -> Any:
     if column:
         plan.opened(source[kept[0]][column], _row(plan, kept[0]))  # one look, so that a wrong column is found now
     chosen = source.select(kept)
-    if _texts_change(chosen, plan):
+    if not plan.columns:
+        made = Dataset.from_dict({IMAGES: list(kept)})
+    elif _texts_change(chosen, plan):
 
         def make(row: dict[str, Any], index: int) -> dict[str, Any]:
             texts = plan.texts(row, _row(plan, kept[index]))

@@ -145,8 +145,9 @@ def _accelerate(options: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):  # torch gives each of its loggers a level of its own
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         parsed = launch_command_parser().parse_args(options)
         with warnings.catch_warnings():
@@ -285,6 +286,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, rest = build_parser(argv[0]).parse_known_args(list(argv))
         return run_here(options, rest)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Exception as error:  # whatever ends a process is shown by the one that launched it
         return report_failure(error)
 
