@@ -187,6 +187,33 @@ def test_wrong_input_is_said_on_its_line(name, capsys):
     assert "Traceback" not in captured.out + captured.err
 
 
+STOCK = {
+    "missing file": (None, [], "recipe.yaml: there is no such file"),
+    "misspelt key": (GOOD + "learning_rte: 1e-5\n", [], "recipe.yaml:13: there is no key 'learning_rte'; did you"),
+    "float": (GOOD.replace("generations: 2", "generations: 4.0"), [], "recipe.yaml:9: num_generations is 4.0, and"),
+    "no model": (GOOD.replace("model_name_or_path: tiny:llava", ""), [], "recipe.yaml: model_name_or_path is missing"),
+    "reward": (GOOD.replace("safe_trainers.tiny.exact_match", "rew.digits"), [],
+               "recipe.yaml:5: reward function 'rew.digits' cannot be imported: No module named 'rew'"),
+    "bf16 on a CPU hides a bad key": (GOOD.replace("use_cpu: true", "learning_rte: 1"), [],
+                                      "recipe.yaml:7: there is no key 'learning_rte'"),
+    "bad option": (GOOD, ["--num_generations", "4.0"], "on the command line: num_generations is '4.0', and takes a"),
+}  # fmt: skip
+"""What stock `trl grpo` answers with tracebacks, accelerate's usage or a message about something else."""
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_what_stock_answers_with_a_traceback_is_one_message(name, capsys):
+    text, words, message = STOCK[name]
+    if text is not None:
+        Path("recipe.yaml").write_text(text)
+    assert main(["grpo", "--config", "recipe.yaml", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}")
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+    assert [path.name for path in Path().iterdir()] == ["recipe.yaml"] * (text is not None)
+
+
 def test_the_table_is_as_long_as_it_was_promised():
     assert len(WRONG) >= 50
 
