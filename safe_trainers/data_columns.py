@@ -42,6 +42,7 @@ def _hidden(file: Path, root: Path) -> bool:
     return any(part.startswith((".", "__")) for part in file.relative_to(root).parts) or file.name in {
         "dataset_info.json",
         "dataset_infos.json",
+        "dataset_dict.json",
         "state.json",
     }
 

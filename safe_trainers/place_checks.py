@@ -13,7 +13,6 @@ from .embedded import (
     BLIND_MODELS,
     EMBEDDED_DATASETS,
     EMBEDDED_MODELS,
-    IMAGES,
     TINY,
     embedded_name,
     is_path,
@@ -122,6 +121,8 @@ def _dataset(settings: Settings) -> Iterator[Remark]:
             yield settings.error(key, f"there is no dataset at {name}")
             return
         found = local_columns(path, str(settings["dataset_train_split"]))
+        if found and any(column.endswith("file_name") for column in found):
+            found = [*found, "image"]  # a folder of pictures, whose texts are in a file beside them
         yield from _columns(settings, name, found) if found else ()
 
 
@@ -134,9 +135,6 @@ def _columns(settings: Settings, name: str, found: list[str]) -> Iterator[Remark
             text = f"dataset {name} has no column {theirs!r}{near}: it has {', '.join(found)}"
             yield settings.error("dataset_columns", f"{text} (dataset_columns: {{{ours}: {theirs}}})")
     pictures = bool(settings["needs_images"])
-    if pictures and not asked and not IMAGES & set(found):
-        # A folder of pictures has a column that its file of texts does not name.
-        pictures = not any(column.endswith("file_name") for column in found)
     wrong = missing_columns(settings.task, name, list(asked) or found, pictures)
     if wrong:
         yield settings.error(("dataset_columns", "dataset_name") if asked else ("dataset_name",), wrong)

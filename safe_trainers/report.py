@@ -27,12 +27,16 @@ class Verdict:
         text: What was found.
         fix: The line to write or to run; `None` where there is nothing to do.
         id: The finding's slug, as in `REFUSALS` and `WARNINGS`; `None` for what is no finding.
+        file: The file that it is about, which its text names too; `None` where it is about none.
+        line: The line in it, from 1.
     """
 
     level: Level
     text: str
     fix: str | None = None
     id: str | None = None
+    file: str | None = None
+    line: int | None = None
 
 
 @dataclass(frozen=True)

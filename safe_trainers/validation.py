@@ -181,15 +181,9 @@ def report(checked: Sequence[Checked]) -> Report:
     verdicts = []
     for one in checked:
         for remark in one.remarks:
+            text, fix = one_line(f"{remark.where}: {remark.text}"), remark.fix and one_line(remark.fix)
             found = None if remark.problem is None else remark.problem.id
-            verdicts.append(
-                Verdict(
-                    remark.level,
-                    one_line(f"{remark.where}: {remark.text}"),
-                    remark.fix and one_line(remark.fix),
-                    found,
-                )
-            )
+            verdicts.append(Verdict(remark.level, text, fix, found, remark.file, remark.line))
         if not one.errors:
             verdicts.append(Verdict("ok", f"{one.path}: {one.task}, {len(one.values)} keys"))
     schemas = {str(one.schema.versions.get("trl")) for one in checked if one.schema is not None}

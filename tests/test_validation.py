@@ -546,6 +546,9 @@ def test_a_recipe_is_held_against_the_columns_of_its_files():
     assert "no column 'problm'; did you mean 'problem'?" in what
     ((line, what),) = said(check(text + "needs_images: true\ndataset_columns: {prompt: problem}\n"))
     assert "this recipe needs pictures" in what
+    Path("data/train.jsonl").write_text(json.dumps({"file_name": "a.png", "prompt": "b"}))
+    assert said(check(text + "needs_images: true\n")) == []
+    assert said(check(text + "dataset_columns: {prompt: prompt, images: image}\n")) == []
 
 
 # --- rewards, by their text ------------------------------------------------------------------------------------------
@@ -608,6 +611,7 @@ def test_validate_as_json(capsys):
     first, second = report["verdicts"]
     assert first["id"] == "precision-contradicts-flag"
     assert second["text"].startswith("recipe.yaml:13: there is no key 'learning_rte'")
+    assert (second["level"], second["file"], second["line"]) == ("error", "recipe.yaml", 13)
 
 
 def test_list_names_everything_with_one_line_each(capsys):
