@@ -25,6 +25,7 @@ REFERENCE_ADAPTERS = ("ref", "reference")
 _ADAPTERS = ("adapter", "reference adapter")
 _PLAIN = (torch.Tensor, nn.Parameter)
 _PROJECTORS = ("project", "connector", "merger", "resampler", "perceiver")
+_TOWERS = ("vision", "visual", "audio", "tower", "encoder")
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,9 @@ def tower_kind(name: str, module: nn.Module) -> str:
     stacked = any(
         isinstance(part, nn.ModuleList) and next(part.parameters(), None) is not None for part in module.modules()
     )
-    if any(word in name.lower() for word in _PROJECTORS) or not stacked:
+    if any(word in name.lower() for word in _PROJECTORS):
+        return f"projector ({name})"
+    if not stacked and not any(word in name.lower() for word in _TOWERS):
         return f"projector ({name})"
     return f"{'audio' if 'audio' in name.lower() else 'vision'} tower ({name})"
 

@@ -49,7 +49,8 @@ def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | Non
     from .train import run_recipe
 
     console = console or Console()
-    argv = ["--config", str(find_recipe(RECIPE)), *overrides, "--output_dir", output_dir]
+    # The report goes beside the log: what the demo shows fits one screen.
+    argv = ["--config", str(find_recipe(RECIPE)), "--precision_report", "file", *overrides, "--output_dir", output_dir]
     # Read before anything runs: what is wrong with the options is wrong with both.
     recipe = read_recipe("grpo", argv)
     # One step without warm-up is enough for stock: it crashes in the first rollout.

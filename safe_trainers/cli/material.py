@@ -1,7 +1,9 @@
 """What a run is made from: its datasets, and the embedded models, which are made on the spot."""
 
+import contextlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +103,35 @@ def make_model(recipe: Any, console: Console) -> str:
         return str(recipe.model.model_name_or_path)
     # Threads cost so small a model more than they give, and on a busy machine many times more.
     torch.set_num_threads(1)
-    output_dir = Path(recipe.training.output_dir)
-    folder, state = output_dir / "model", PartialState()
-    # Beside its place until it is whole: a run that is stopped leaves no half model. Each process makes its own, which
-    # are the same, so that all of them can warm it up together; the first one's is kept.
-    with tempfile.TemporaryDirectory(dir=output_dir, prefix=".model-") as scratch:
-        made = tiny.save(family, Path(scratch) / "model", seed=recipe.training.seed)
+    folder, state = Path(recipe.training.output_dir) / "model", PartialState()
+    with _beside(folder, state) as scratch:
+        made = scratch / "model"
+        if state.is_main_process:
+            tiny.save(family, made, seed=recipe.training.seed)
+        state.wait_for_everyone()
         if recipe.extra.warm_up_steps:
             _warm_up(recipe, made, console)
+        state.wait_for_everyone()
         if state.is_main_process:
             if folder.exists():
                 shutil.rmtree(folder)
             made.rename(folder)
-        state.wait_for_everyone()
+    state.wait_for_everyone()
     return str(folder)
+
+
+@contextlib.contextmanager
+def _beside(folder: Path, state: Any) -> Iterator[Path]:
+    """A folder beside another, the same for all processes, while something is made: who is stopped leaves no half."""
+    from accelerate.utils import broadcast_object_list
+
+    name = [tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-") if state.is_main_process else ""]
+    scratch = Path(broadcast_object_list(name)[0])
+    try:
+        yield scratch
+    finally:
+        if state.is_main_process:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
@@ -140,6 +157,7 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        precision_report="off",
         seed=training.seed,
     )
     dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train", bias=extra.warm_up_bias)

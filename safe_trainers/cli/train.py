@@ -231,6 +231,7 @@ def write_run(run: Run, recipe: Any, console: Console) -> None:
         recipe: Its recipe.
         console: Where to write.
     """
+    from ..precision_report import FILE
     from .plot import plot_run, why_not
 
     log, trainer = run.output_dir / "log.json", run.trainer
@@ -253,6 +254,8 @@ def write_run(run: Run, recipe: Any, console: Console) -> None:
         )
     console.print(f"checkpoint  {run.output_dir}", highlight=False)
     console.print(f"log         {log}", highlight=False)
+    if (run.output_dir / FILE).is_file():
+        console.print(f"report      {run.output_dir / FILE}", highlight=False)
     drawn = str(plot) if plot else f"not drawn: {why_not(trainer.state.log_history)}"
     console.print(f"plot        {drawn}", highlight=False, markup=False)
 
@@ -267,6 +270,7 @@ def _precision(trainer: Any) -> dict[str, Any] | None:
         "settlement": trainer.precision_settlement.to_dict(),
         "media": [vars(decision) for decision in trainer.media_decisions],
         "contract": trainer.safety_contract.to_dict(),
+        "report": trainer.precision_report.to_dict(),
     }
 
 
