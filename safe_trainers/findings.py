@@ -141,6 +141,13 @@ REFUSALS = index(
         "{fix}",
     ),
     Finding(
+        "media-cast-to-packed-dtype",
+        "the model casts it to the dtype that the packed weights are stored in, {dtype}, and nothing is left of "
+        "values between -1 and 1.",
+        "keep the layer out of the quantisation: `BitsAndBytesConfig({load}=True, "
+        "llm_int8_skip_modules=[{name!r}, 'lm_head'])`",
+    ),
+    Finding(
         "weights-overflow",
         "the largest number of {target} is {limit}: they would become infinite.",
         "load the model in bfloat16 or float32, `model_init_kwargs={{'dtype': 'bfloat16'}}`, with `bf16=True`",

@@ -16,8 +16,9 @@ from torch import nn
 from .boundaries import cast_floating
 from .census import first_dtype
 from .dtypes import from_torch
+from .errors import PrecisionError, refuse
 from .probing import undisturbed
-from .towers import anatomy, unwrap
+from .towers import anatomy, is_quantized, unwrap
 
 
 MEDIA_KEYS: Mapping[str, str] = {
@@ -104,6 +105,9 @@ class MediaCaster:
 
         Args:
             batch: Model inputs on the models' device, media tensors as the processor made them.
+
+        Raises:
+            PrecisionError: If a tower casts its media to the dtype that packed weights are stored in.
         """
         for key in self.undecided(batch):
             dtype, reason = self._decide(key, batch)
@@ -134,6 +138,8 @@ class MediaCaster:
                 return self._unasked(f"{name} has no {self._keys[key]}({key}, ...) to compare with")
             try:
                 verdict = [self._compare(model, features, key, batch, context) for context in self._contexts]
+            except PrecisionError:
+                raise
             except Exception as error:  # whatever a model's own code says when it is called alone
                 # That is no fault of the run: the boundaries cast inside the model.
                 return self._unasked(f"{self._keys[key]} could not be compared ({type(error).__name__}: {error})")
@@ -159,7 +165,7 @@ class MediaCaster:
         inputs = _accepted(features, batch)
         tensor = inputs[key]
         with undisturbed(model), context():
-            with _first_tower(model) as seen:
+            with _first_tower(model) as seen, _refusing_packed_casts(model, key):
                 plain = features(**inputs)
             if not seen:
                 return None, f"unchanged: {self._keys[key]} runs no tower"
@@ -232,6 +238,41 @@ def _first_tower(model: nn.Module) -> Iterator[list[nn.Module]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def _refusing_packed_casts(model: nn.Module, key: str) -> Iterator[None]:
+    """Refuses a tower whose own code casts to `weight.dtype` of a quantised layer, which is how its bytes are stored.
+
+    SigLIP 2's patch embedding does, in LFM2-VL (transformers 5.23): of pixels between -1 and 1 nothing is left.
+
+    Args:
+        model: The model whose tower runs in the block.
+        key: The media input that it reads.
+
+    Raises:
+        PrecisionError: After the block, or after an error in it, which then comes of the cast.
+    """
+    found: dict[str, torch.dtype] = {}
+    handles = []
+    for name, layer in unwrap(model).named_modules():
+        if isinstance(layer, nn.Linear) and any(map(is_quantized, layer.parameters(recurse=False))):
+
+            def record(layer: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                if args and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point():
+                    found[name] = args[0].dtype
+
+            handles.append(layer.register_forward_pre_hook(record))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, dtype in found.items():
+            given = f"`{key}` in a model whose `{name}` is quantised"
+            details = {"dtype": str(dtype)[6:], "name": name.rpartition(".")[2]}
+            load = "load_in_8bit" if dtype == torch.int8 else "load_in_4bit"
+            raise PrecisionError([refuse("media-cast-to-packed-dtype", given, load=load, **details)])
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -37,6 +37,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "flash-attention-needs-half",
         "half-trainables-under-loss-scaling",
         "mixed-weights-cannot-meet",
+        "media-cast-to-packed-dtype",
         "weights-overflow",
         "quantised-weights-overflow-fp16",
         "unknown-quantizer",

@@ -7,9 +7,12 @@ import pytest
 import torch
 from test_boundaries import guarded, media_batch
 from torch import nn
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
-from safe_trainers import tiny
+from benchmarks import families
+from safe_trainers import PrecisionError, tiny
 from safe_trainers.media import MEDIA_KEYS, MediaCaster
+from safe_trainers.tiny.shapes import pictures
 
 
 def caster_for(*models, keys=MEDIA_KEYS, contexts=(contextlib.nullcontext,), sharded=None):
@@ -207,3 +210,37 @@ def test_whatever_a_model_raises_when_it_is_asked_alone_does_not_end_the_run():
     model.get_audio_features = asserts
     decision = decided(model, {"input_features": torch.rand(1, 4)}, key="input_features")
     assert decision.reason.endswith("could not be compared (AssertionError: companion input missing)")
+
+
+def test_pixels_cast_to_the_dtype_of_packed_weights_are_refused(tmp_path):
+    """SigLIP 2 casts to `patch_embedding.weight.dtype`: uint8 in 4 bits, where pixels between -1 and 1 are 0."""
+    pytest.importorskip("bitsandbytes")
+    folder = families.save("lfm2_vl", tmp_path / "lfm2_vl")
+    processor = families.build_processor("lfm2_vl")
+    content = [{"type": "image"}, {"type": "text", "text": tiny.QUESTION}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    batch = dict(processor(images=[pictures(1)[0]], text=[text], return_tensors="pt"))
+
+    def load(**options):
+        bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options)
+        loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=bits)
+        embedding, seen = loaded.model.vision_tower.embeddings.patch_embedding, []
+        embedding.register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+        return loaded.train(), seen
+
+    packed, seen = load()
+    with torch.no_grad():
+        packed(**batch)
+    assert seen[0].dtype == torch.uint8
+    assert set(seen[0].unique().tolist()) <= {0, 1, 255}  # stock trains on these: 0, but for 1 and -1 themselves
+    assert batch["pixel_values"].unique().numel() > 100
+    with pytest.raises(PrecisionError, match="media-cast-to-packed-dtype") as error:
+        decided(packed, batch)
+    line = "llm_int8_skip_modules=['patch_embedding', 'lm_head']"
+    assert line in str(error.value)
+    assert "`BitsAndBytesConfig(load_in_4bit=True" in str(error.value)
+
+    mended, seen = load(llm_int8_skip_modules=["patch_embedding", "lm_head"])
+    assert decided(mended, batch).dtype == "bfloat16"
+    assert all(tensor.dtype == torch.bfloat16 and tensor.unique().numel() > 50 for tensor in seen)
+    assert mended.model.vision_tower.encoder.layers[0].self_attn.q_proj.weight.dtype == torch.uint8
