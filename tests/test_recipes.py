@@ -306,7 +306,9 @@ def test_4_bit_layers_are_asked_to_compute_as_the_run_does(recipe, settings, com
 
 
 def test_a_compute_dtype_that_contradicts_the_run_is_refused_before_anything_is_written(recipe, capsys):
-    argv = recipe(precision="bf16", load_in_4bit=True, bnb_4bit_compute_dtype="float16", output_dir="out")
+    argv = recipe(
+        precision="bf16", load_in_4bit=True, use_peft=True, bnb_4bit_compute_dtype="float16", output_dir="out"
+    )
     assert main(["grpo", *argv]) == 2
     said = capsys.readouterr().err
     assert "bnb_4bit_compute_dtype='float16' in a run that computes in bfloat16" in said
