@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from cells import Cell
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from benchmarks import families
@@ -141,3 +142,55 @@ def test_stock_trains_it_in_float32_or_the_family_says_why_not(family: str, task
             stock_losses(family, task, beta)
         assert reason.split("; ")[0] in str(error.value)
         cells.reset_autocast()
+
+
+def rollout_mismatch(family: str) -> float:
+    """The largest difference, in nats, between log-probabilities of the sampler and of the trainer in float32."""
+    torch.manual_seed(0)
+    options = cells.settings(Cell(family, "grpo", "fp32", None), steps=1)
+    trainer = cells.SAFE["grpo"](
+        model=str(saved(family)),
+        args=cells.SAFE_CONFIG["grpo"](**options, model_init_kwargs={"dtype": "float32"}),
+        reward_funcs=cells.token_reward,
+        **families.trainer_inputs("grpo", family),
+    )
+    trainer.train()
+    return next(e["precision/logp_mismatch_max"] for e in trainer.state.log_history if "loss" in e)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family == "aya_vision" else pytest.mark.matrix)
+        for family in families.FAMILIES
+        if families.family_spec(family).why_not("grpo") is None
+    ],
+)
+def test_what_is_wrong_in_any_precision_is_said(family: str) -> None:
+    wrong = "grpo" in families.family_spec(family).wrong_in_stock
+    found = rollout_mismatch(family)
+    assert found > 0.01 if wrong else found < 1e-5
+
+
+@pytest.mark.matrix
+def test_answers_see_their_own_future_where_the_family_says_so() -> None:
+    """PaliGemma's processor gives every token of a conversation that TRL fine-tunes on 0, a prompt's token type."""
+    model, processor = families.build_model("paligemma"), families.build_processor("paligemma")
+    inputs = media_inputs("paligemma", processor, seed=3)
+    assert not inputs["token_type_ids"].any()
+    changed = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    changed["input_ids"][:, -1] = processor.tokenizer.eos_token_id
+    assert not torch.equal(logits(model, changed)[:, -2], logits(model, inputs)[:, -2])
+    assert "sft" in families.family_spec("paligemma").wrong_in_stock
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == "gemma4" else pytest.mark.matrix) for f in families.FAMILIES]
+)
+def test_lora_targets_are_layers_that_peft_takes(family: str) -> None:
+    targets = families.family_spec(family).lora_targets
+    model = get_peft_model(
+        families.build_model(family),
+        LoraConfig(r=2, target_modules=targets if isinstance(targets, str) else [*targets]),
+    )
+    assert model.get_nb_trainable_parameters()[0] > 0

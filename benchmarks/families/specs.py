@@ -19,12 +19,16 @@ class Spec(Family):
             demand torchvision for a picture or a video processor.
         not_in_stock: Trainers with which stock TRL cannot train this family in any precision, and why: part of its
             error, a semicolon, and what it comes from. `"grpo scoring"` is GRPO that scores before the step.
+        wrong_in_stock: Trainers with which what is trained is not what is sampled, in any precision, and why.
+        lora_targets: What `LoraConfig(target_modules=...)` takes.
         conversation: Fine-tuning takes whole conversations, since the processor takes no text without a picture.
     """
 
     modality: str = "image"
     processor: str = ""
     not_in_stock: dict[str, str] = field(default_factory=dict)
+    wrong_in_stock: dict[str, str] = field(default_factory=dict)
+    lora_targets: str | tuple[str, ...] = ("q_proj", "v_proj")
     conversation: bool = False
 
     def why_not(self, task: str, scoring: bool = False) -> str | None:
@@ -60,6 +64,19 @@ _FAILS: dict[str, dict[str, str]] = {
     "qwen2_audio": dict.fromkeys(("grpo", "rloo"), _SOUNDS),
     "mllama": {"grpo scoring": _CROSS, "grpo": _ASPECTS, "rloo": _CROSS},
     "paligemma": {"grpo scoring": _LABELS, "rloo": _LABELS},
+}
+# Found in float32, where log-probabilities of samples and scores differ by rounding alone in every other family.
+_LOGIT_SCALE = (
+    "TRL's scoring multiplies the logits by the text model's `logit_scale`, which this family's own forward does not: "
+    "1 nat apart"
+)
+_BIDIRECTIONAL = (
+    "TRL gives answers the `token_type_ids` of a prompt, 0, so that each token sees later ones: 0.04 nats apart"
+)
+_WRONG: dict[str, dict[str, str]] = {
+    "aya_vision": dict.fromkeys(("grpo", "rloo", "sft"), _LOGIT_SCALE),
+    "cohere2_vision": dict.fromkeys(("grpo", "rloo", "sft"), _LOGIT_SCALE),
+    "paligemma": dict.fromkeys(("grpo", "sft"), _BIDIRECTIONAL),
 }
 _TINY_PROCESSORS = {
     "aria": "LLaVA's",
@@ -137,6 +154,8 @@ _OWN: tuple[Spec, ...] = (
         },
         _MERGED,
         processor="the family's own, less sounds and videos, which need torchvision",
+        # PEFT takes no `Gemma4ClippableLinear`, which the projections of its tower are.
+        lora_targets=r".*language_model.*\.(q_proj|v_proj)",
     ),
     Spec("paligemma", "<image>", "<image>", conversation=True),
     Spec("internvl", "<IMG_CONTEXT>", "<IMG_CONTEXT>", _TILES, _MERGED, processor=_NO_VIDEOS),
@@ -213,7 +232,7 @@ def _from_tiny(name: str) -> Spec:
 
 
 def _known(spec: Spec) -> Spec:
-    return replace(spec, not_in_stock=_FAILS.get(spec.name, {}))
+    return replace(spec, not_in_stock=_FAILS.get(spec.name, {}), wrong_in_stock=_WRONG.get(spec.name, {}))
 
 
 _SPECS: dict[str, Spec] = {spec.name: _known(spec) for spec in (*map(_from_tiny, tiny.FAMILIES), *_OWN)}
