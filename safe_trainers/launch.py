@@ -215,12 +215,21 @@ def _children_end() -> Iterator[None]:
     finally:
         left = [child for child in here.children(recursive=True) if child.pid not in before]
         for child in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.terminate()
+            _end(child, signal.SIGTERM)
         for child in psutil.wait_procs(left, timeout=10)[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+            _end(child, signal.SIGKILL)
         signal.signal(signal.SIGTERM, handler)
+
+
+def _end(child: Any, number: signal.Signals) -> bool:
+    """Sends a signal to a process; whether it was still there."""
+    import psutil
+
+    try:
+        child.send_signal(number)
+    except psutil.NoSuchProcess:
+        return False
+    return True
 
 
 def _failures(folder: Path) -> Iterator[Failure]:
