@@ -1,5 +1,6 @@
 """Writes the pages of this folder that are made from the code: `make docs`."""
 
+import argparse
 import ast
 import json
 import string
@@ -125,9 +126,9 @@ def mismatch_page() -> str:
             "",
             "A byte model of 8 layers and 6.5 million parameters, trained for a few minutes on the source of Python's",
             f"standard library (loss {measured['training']['loss']} nats a byte), samples {measured['sequences']}",
-            "sequences. Weights in half precision, without autocast, are what an inference engine holds; autocast on both",
-            "sides is what the safe trainers do without one. The trainer holds float32 weights. All numbers are what",
-            "`SafeGRPOTrainer` logs; their formulas are in [metrics.md](metrics.md).",
+            "sequences. Weights in half precision, without autocast, are what an inference engine holds; autocast on",
+            "both sides is what the safe trainers do without one. The trainer holds float32 weights. All numbers are",
+            "what `SafeGRPOTrainer` logs; their formulas are in [metrics.md](metrics.md).",
             "",
             "![mean mismatch, sequence log-ratio and effective sample size by length](mismatch.png)",
             "",
@@ -197,9 +198,9 @@ def errors_page() -> str:
         "# Error texts",
         "",
         "Made from the catalogue of `safe-trainers explain` by `make docs`. The command takes a message, a log file",
-        "or a pipe (`python train.py 2>&1 | safe-trainers explain`), takes colours, ranks and tracebacks away, and says",
-        "which of these errors stopped the run, why, and what to write; … stands for anything. Each text is provoked",
-        "with the installed packages by `tests/test_catalogue.py`, or has its place upstream.",
+        "or a pipe (`python train.py 2>&1 | safe-trainers explain`), takes colours, ranks and tracebacks away, and",
+        "says which of these errors stopped the run, why, and what to write; … stands for anything. Each text is",
+        "provoked with the installed packages by `tests/test_catalogue.py`, or has its place upstream.",
         "",
     ]
     for package in packages:
@@ -227,6 +228,41 @@ def _error(entry: Entry) -> list[str]:
     return [f"### {entry.id}", "", *texts, f"- why: {entry.cause}", f"- fix: {entry.fix}", *link, ""]
 
 
+def cli_page() -> str:
+    """The page of the commands, as it is written to `cli.md`."""
+    from safe_trainers.cli.main import COMMANDS, build_parser
+
+    lines = [
+        "# Commands",
+        "",
+        "Made from the parsers by `make docs`. `safe-trainers COMMAND --help` says the same.",
+        "",
+    ]
+    for name, command in COMMANDS.items():
+        (commands,) = (a for a in build_parser(name)._actions if isinstance(a, argparse._SubParsersAction))
+        parser = commands.choices[name]
+        lines += [f"## {name}", "", f"{command.summary[:1].upper()}{command.summary[1:]}.", ""]
+        actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+        if actions:
+            lines += ["| argument | meaning |", "|---|---|"]
+            lines += [f"| {_argument(action)} | {action.help.replace('|', chr(92) + '|')} |" for action in actions]
+            lines += [""]
+        if command.takes_recipe_keys:
+            lines += ["Every key of a recipe is an option too, and wins over the file.", ""]
+        if parser.epilog and not command.takes_recipe_keys:
+            lines += ["```text", *parser.epilog.strip().splitlines(), "```", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _argument(action: argparse.Action) -> str:
+    """An argument as it is written on the command line."""
+    metavar = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+    if action.choices is not None and action.metavar is None:
+        metavar = "{" + ",".join(map(str, action.choices)) + "}"
+    words = [f"{', '.join(action.option_strings)} {metavar}".strip() if action.option_strings else str(metavar)]
+    return f"`{words[0]}`".replace("|", "\\|")
+
+
 def _range(values: list[float]) -> str:
     return " to ".join(f"{value:.3f}" for value in values)
 
@@ -244,6 +280,7 @@ if __name__ == "__main__":
     Path(__file__).with_name("refusals.md").write_text(refusals_page(), encoding="utf-8")
     Path(__file__).with_name("cost.md").write_text(cost_page(), encoding="utf-8")
     Path(__file__).with_name("metrics.md").write_text(metrics_page(), encoding="utf-8")
+    Path(__file__).with_name("cli.md").write_text(cli_page(), encoding="utf-8")
     Path(__file__).with_name("mismatch.md").write_text(mismatch_page(), encoding="utf-8")
     mismatch_plot(Path(__file__).with_name("mismatch.png"))
     Path(__file__).with_name("errors.md").write_text(errors_page(), encoding="utf-8")

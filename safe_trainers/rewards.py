@@ -81,7 +81,8 @@ REWARDS: dict[str, Callable[..., list[Any]]] = {
 """The rewards of this package, by the name that a recipe calls them."""
 
 NEEDS_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
-TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+SOFT_OVERLONG = "get_soft_overlong_punishment"
+TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", SOFT_OVERLONG)
 
 
 def import_reward(name: str) -> Any:
@@ -103,7 +104,9 @@ def import_reward(name: str) -> Any:
 
         if name in NEEDS_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
             raise RecipeError(f"{name} needs the math_verify package. Run: pip install math_verify")
-        return getattr(trl.rewards, name)
+        reward = getattr(trl.rewards, name)
+        # The numbers of TRL's own command line.
+        return reward(max_completion_len=1280, soft_punish_cache=256) if name == SOFT_OVERLONG else reward
     module_name, _, attribute = name.rpartition(".")
     if not module_name:
         raise RecipeError(

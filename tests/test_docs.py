@@ -20,7 +20,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("name", ["refusals", "cost", "metrics", "mismatch", "errors"])
+@pytest.mark.parametrize("name", ["refusals", "cost", "metrics", "cli", "mismatch", "errors"])
 def test_pages_that_are_made_are_up_to_date(name):
     spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
     build = importlib.util.module_from_spec(spec)

@@ -12,6 +12,7 @@ from safe_trainers import RecipeError
 from safe_trainers.answers import final_answer, quantity, same_answer
 from safe_trainers.rewards import (
     REWARDS,
+    TRL_REWARDS,
     import_reward,
     math_answer_reward,
     think_answer_format_reward,
@@ -134,6 +135,15 @@ def test_rewards_are_found_by_name_and_named_where_one_is_misspelt():
         assert import_reward(name) is reward
     with pytest.raises(RecipeError, match="did you mean 'math_answer_reward'\\?"):
         import_reward("math_answer")
+
+
+def test_the_names_of_trls_command_line_are_found():
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    described = GRPOScriptArguments.__dataclass_fields__["reward_funcs"].metadata["help"]
+    assert all(f"`{name}`" in described for name in TRL_REWARDS)
+    punish = import_reward("get_soft_overlong_punishment")
+    assert punish(completion_ids=[[1] * 10, [1] * 1200, [1] * 2000]) == [0.0, pytest.approx(-0.6875), -1.0]
 
 
 def test_the_rewards_need_neither_torch_nor_another_package():

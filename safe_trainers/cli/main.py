@@ -113,4 +113,7 @@ def quieten() -> None:
 def run() -> None:
     """The installed program: `main`, in a process of its own, whose output is for a person to read."""
     quieten()
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell says it; a traceback would be nobody's news

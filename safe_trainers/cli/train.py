@@ -316,6 +316,8 @@ def _score(recipe: Any, trainer: Any, held_out: Any) -> tuple[str, Any, float] |
 
     if held_out is None or recipe.extra.evaluation_size < 1:
         return None
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return None  # no process holds the weights to generate with
     model, processor = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     if recipe.task == "reward":
         return "preference accuracy", lambda: tiny.preference_accuracy(model, processor, held_out), 0.5
