@@ -42,7 +42,7 @@ OUTCOMES = ("trained", "refused", "crashed", "wrong")
 
 
 def every_cell(chosen: Iterable[str] | None = None) -> list[Any]:
-    """All cells, in a fixed order.
+    """All cells that TRL can train in some precision, in a fixed order.
 
     Args:
         chosen: Families; by default all.
@@ -52,11 +52,12 @@ def every_cell(chosen: Iterable[str] | None = None) -> list[Any]:
 
     cells = []
     for family in chosen or families.FAMILIES:
-        tasks = ("grpo", "rloo", "sft", "reward") if family in families.TEXT_FAMILIES else ("grpo", "rloo", "sft")
+        tasks = (*families.TASKS, "reward") if family in families.TEXT_FAMILIES else families.TASKS
         for task, weights, flag, kind in itertools.product(tasks, DTYPES, FLAGS, KINDS):
             cells += [
                 Cell(family, task, weights, flag, kind, beta)
                 for beta in ((0.0, 0.1) if task in ("grpo", "rloo") else (0.0,))
+                if families.family_spec(family).why_not(task, scoring=beta > 0) is None
             ]
     return cells
 

@@ -168,7 +168,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def build(cell: Cell, safe: bool, **changes: Any) -> Any:
     """The trainer of a cell, with TRL's own plain config for both."""
-    processor = families.build_processor(cell.family)
+    processor, spec = families.build_processor(cell.family), families.family_spec(cell.family)
     name = TRAINERS[cell.task]
     config = (
         getattr(safe_trainers, f"Safe{name}Config")
@@ -200,12 +200,13 @@ def build(cell: Cell, safe: bool, **changes: Any) -> Any:
         settings["max_length"] = None
     made: dict[str, Any] = {
         "model": str(folder(cell.family)),
-        "args": config(**{**settings, **changes}),
-        "train_dataset": families.dataset(cell.task, cell.family),
+        "args": config(**{**settings, **families.settings(cell.task, cell.family), **changes}),
+        **families.trainer_inputs(cell.task, cell.family),
     }
     if cell.kind != "full":
         task_type = {"task_type": "SEQ_CLS"} if cell.task == "reward" else {}
-        made["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **task_type)
+        targets = spec.lora_targets if isinstance(spec.lora_targets, str) else list(spec.lora_targets)
+        made["peft_config"] = LoraConfig(r=4, target_modules=targets, **task_type)
     if cell.kind == "4bit":
         made["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=DTYPES[cell.weights]
