@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow gpu bench bench-mismatch evidence docs compat clean
+.PHONY: help schema setup demo test lint format matrix slow gpu bench bench-matrix bench-mismatch evidence docs compat clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ gpu: setup ## the tests that need a CUDA device
 
 bench: setup ## stock and safe side by side: time of a step and of construction, bytes of media
 	@$(BIN)/python benchmarks/step.py
+
+bench-matrix: setup ## stock and safe in each family, trainer, precision and kind: docs/evidence.md (half an hour)
+	@$(BIN)/python benchmarks/matrix.py
+	@$(BIN)/python docs/build.py
 
 bench-mismatch: setup ## sampler and trainer in bf16, in fp16 and mixed, by length: the table and the plot (10 minutes)
 	@$(BIN)/python benchmarks/mismatch.py

@@ -145,7 +145,7 @@ def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]
     if heading.get("versions") != versions():
         rows = []
     heading = {
-        "command": " ".join(["python", "benchmarks/matrix.py", *sys.argv[1:]]),
+        "command": "python benchmarks/matrix.py",
         "versions": versions(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
     }

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import platform
-import statistics
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -41,9 +41,9 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PrinterCallback,
-    TrainerCallback,
 )
 
+import safe_trainers
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, tiny
 from safe_trainers.sampled import Turn
 from safe_trainers.testing import fp16_on_cpu
@@ -209,45 +209,79 @@ def measure(model: LlamaForCausalLM, pairs: list[tuple[str, str]], rows: int, le
     return found
 
 
+METRICS = ("mismatch.py", "sampled.py", "metrics.py", "skips.py", "updates.py")
+"""The modules of the package that `precision/` metrics are made in."""
+
+
+class Sampler:
+    """Whose code the CPU time goes to: every millisecond the innermost frame that is no torch's or Python's own.
+
+    Attributes:
+        seconds: CPU time by `"metrics"` and `"rest"`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = {"metrics": 0.0, "rest": 0.0}
+        self._package, self._last = str(Path(safe_trainers.__file__).parent), 0.0
+
+    def __enter__(self) -> "Sampler":
+        self._old = signal.signal(signal.SIGPROF, self._sample)
+        self._last = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, 1e-3, 1e-3)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, self._old)
+
+    def _sample(self, number: int, frame: Any) -> None:
+        now = time.process_time()
+        while frame is not None:
+            folder, _, file = frame.f_code.co_filename.rpartition("/")
+            if folder == self._package:
+                whose = "metrics" if file in METRICS else "rest"
+                break
+            if any(f"/{name}/" in folder + "/" for name in ("trl", "transformers", "peft", "accelerate", "datasets")):
+                whose = "rest"
+                break
+            frame = frame.f_back
+        else:
+            whose = "rest"
+        self.seconds[whose] += now - self._last
+        self._last = now
+
+
 def cost(steps: int) -> dict[str, Any]:
-    """CPU time of a step of the tiny recipe with all metrics over without, turn about in one run."""
+    """CPU time of a step of the tiny recipe, and the share of it that is spent in the code of the metrics."""
     AcceleratorState._reset_state(True)
     recipe = yaml.safe_load(RECIPE.read_text())
     family = recipe["model_name_or_path"].removeprefix("tiny:")
     torch.manual_seed(0)
-    processor, times = tiny.build_processor(family), {True: [], False: []}
+    processor = tiny.build_processor(family)
     asked = ("bf16", "use_cpu", "learning_rate", "lr_scheduler_type", "adam_beta2", "per_device_train_batch_size",
              "num_generations", "max_completion_length", "temperature", "beta", "logging_steps")  # fmt: skip
-
-    class TurnAbout(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            on = state.global_step % 2 == 0
-            trainer._mismatch.on = trainer._steps._measures = on
-            self.started = time.process_time()
-
-        def on_step_end(self, args, state, control, **kwargs):
-            times[state.global_step % 2 == 1].append(time.process_time() - self.started)
-
     with tempfile.TemporaryDirectory() as folder:
         trainer = SafeGRPOTrainer(
             tiny.build_model(family, dtype=recipe["dtype"]),
             args=SafeGRPOConfig(
-                folder, max_steps=steps, report_to=[], save_strategy="no", disable_tqdm=True,
+                folder, max_steps=steps, report_to=[], save_strategy="no", disable_tqdm=True, precision_report="off",
                 generation_kwargs=tiny.generation_kwargs(processor), **{key: recipe[key] for key in asked},
             ),
             reward_funcs=[tiny.exact_match, tiny.attribute_match],
             processing_class=processor,
             train_dataset=tiny.prompt_dataset(recipe["dataset_size"]),
-            peft_config=LoraConfig(r=recipe["lora_r"], target_modules=recipe["lora_target_modules"]),
+            peft_config=LoraConfig(
+                r=recipe["lora_r"], lora_dropout=recipe["lora_dropout"], target_modules=recipe["lora_target_modules"]
+            ),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(TurnAbout())
-        trainer.train()
-    on, off = (times[key][5:] for key in (True, False))
-    blocks = [slice(start, start + 10) for start in range(0, len(off) - 9, 10)]
-    ratios = [statistics.median(on[block]) / statistics.median(off[block]) for block in blocks]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return {"steps": steps, "milliseconds": 1e3 * statistics.median(off), "ratio": middle, "quartiles": [low, high]}
+        with Sampler() as sampler:
+            trainer.train()
+    logged = {key for entry in trainer.state.log_history for key in entry if key.startswith("precision/")}
+    if "precision/logp_mismatch_mean" not in logged:
+        raise RuntimeError(f"the mismatch was not measured: {sorted(logged)}")
+    total = sum(sampler.seconds.values())
+    return {"steps": steps, "milliseconds": 1e3 * total / steps, "share": sampler.seconds["metrics"] / total}
 
 
 def main() -> None:
@@ -255,9 +289,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--cost-steps", type=int, default=400)
+    parser.add_argument("--cost-only", action="store_true", help="measure the cost again and keep the rest")
+    parser.add_argument("--cost-steps", type=int, default=100)
     options = parser.parse_args()
     datasets.disable_progress_bars()
+    if options.cost_only:
+        content = json.loads(RESULT.read_text()) | {"cost": cost(options.cost_steps)}
+        RESULT.write_text(json.dumps(content, indent=1) + "\n")
+        print(content["cost"])
+        return
     started, model = time.perf_counter(), build()
     loss = learn(model, options.steps)
     print(f"loss {loss:.2f} after {time.perf_counter() - started:.0f} s", file=sys.stderr)

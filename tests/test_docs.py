@@ -2,9 +2,11 @@
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ def blocks(page, language):
 
 
 @pytest.mark.parametrize("name", ["refusals", "cost", "metrics", "cli", "mismatch", "errors"])
-def test_pages_that_are_made_are_up_to_date(name):
+def test_pages_that_are_made_are_up_to_date(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
@@ -43,6 +46,28 @@ def test_links_between_the_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_and_the_picture_of_the_matrix_are_made_from_its_results(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import evidence_page
+
+    assert (ROOT / "docs" / "evidence.md").read_text() == evidence_page.page(), "run: make docs"
+    evidence_page.picture(tmp_path / "matrix.svg")
+    assert (ROOT / "docs" / "matrix.svg").read_text() == (tmp_path / "matrix.svg").read_text(), "run: make docs"
+
+
+def test_the_committed_matrix_has_no_safe_cell_that_is_not_right():
+    """The rules of the benchmark, on what it measured: nothing crashed, nothing wrong, refusals that are bounded."""
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/matrix.jsonl").read_text().splitlines()[1:]]
+    assert len(rows) > 200
+    assert {row["safe"]["outcome"] for row in rows} <= {"trained", "refused"}
+    for row in rows:
+        if row["safe"]["outcome"] == "refused":
+            assert row["safe"]["ids"] == ["half-weights-under-other-autocast"]
+            assert row["followed"]["outcome"] == "trained"
+            assert row["stock"]["outcome"] != "trained"
+    assert Counter(row["stock"]["outcome"] for row in rows)["trained"] < len(rows) / 2
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

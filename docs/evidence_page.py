@@ -1,0 +1,166 @@
+"""The page of the matrix, and its picture, made from `benchmarks/results/matrix.jsonl`."""
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "matrix.jsonl"
+COLOURS = {"trained": "#0072b2", "refused": "#f0e442", "wrong": "#e69f00", "crashed": "#d55e00"}
+"""Blue, yellow, orange and vermilion of Okabe and Ito, which colour-blind readers tell apart."""
+MODES = [(weights, flag) for weights in ("fp32", "bf16", "fp16") for flag in ("none", "bf16", "fp16")]
+
+
+def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The heading of the results and their rows."""
+    heading, *rows = map(json.loads, RESULT.read_text(encoding="utf-8").splitlines())
+    return heading, rows
+
+
+def _specs() -> dict[str, Any]:
+    """What the matrix knows of its families; the module imports neither torch nor transformers."""
+    spec = importlib.util.spec_from_file_location("family_specs", ROOT / "benchmarks/families/specs.py")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError("benchmarks/families/specs.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["family_specs"] = module  # where dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["family_specs"]
+    return {family: module.family_spec(family) for family in module.FAMILIES}
+
+
+def _kind(message: str) -> str:
+    """The part of an error that is the same in each cell."""
+    if message.startswith("RuntimeError: Input type"):  # it names both types
+        return "RuntimeError: Input type (torch.FloatTensor) and weight type (...) should be the same"
+    return message.split(". ", maxsplit=1)[0][:140]
+
+
+def _fault(fault: str) -> str:
+    """A fault without its numbers and the names of modules."""
+    if fault.startswith("adapters rounded"):
+        return "adapters rounded to bfloat16, which loses most updates of the learning rate"
+    if " computes in " in fault:
+        return "a part computes in another dtype in the rollout than in scoring and training"
+    if fault.startswith("log-probabilities"):
+        return "log-probabilities off by more than the dtype allows"
+    if "not finite" in fault:
+        return "loss or gradient not finite"
+    return fault
+
+
+def page() -> str:
+    """The page, as it is written to `evidence.md`."""
+    heading, rows = read()
+    versions = ", ".join(f"{package} {number}" for package, number in heading["versions"].items())
+    lines = [
+        "# Stock and safe, side by side",
+        "",
+        "Made from `benchmarks/results/matrix.jsonl`, which `make bench-matrix` measures, by `make docs`.",
+        f"`{heading['command']}`; {versions}; {heading['machine']}.",
+        "",
+        f"{len(rows)} cells of {len({row['family'] for row in rows})} families: trainer, weights, flag, full, LoRA or",
+        "4-bit LoRA, with and without a reference. Chosen so that every pair of two axes' values occurs. Each is a",
+        "real TRL trainer on a tiny real model, stock and safe in one process, two real steps, with TRL's plain",
+        "config; under `fp16=True` with a real autocast and a loss scaler that refuses what CUDA's refuses.",
+        "",
+        "- **trained**: both steps, and nothing wrong was seen.",
+        "- **refused**: stopped while it was built, with the line to write. Each line was followed, and that trains.",
+        "- **wrong**: trained, with half trainables under a loss scaler, with adapters rounded so that their updates",
+        "  are lost, with a rollout that computes in another dtype than training, with media or log-probabilities off",
+        "  by more than the dtype allows, or with losses or gradients that are no numbers. Judged alike for both,",
+        "  from the live model.",
+        "- **crashed**: an error of another kind.",
+        "",
+        "| trainer | trained | refused | wrong | crashed |",
+        "|---|---|---|---|---|",
+    ]
+    for side in ("stock", "safe"):
+        counts = Counter(row[side]["outcome"] for row in rows)
+        lines.append(f"| {side} | " + " | ".join(str(counts[outcome]) for outcome in COLOURS) + " |")
+    lines += ["", "![outcomes of stock and safe by family, weights and flag](matrix.svg)", ""]
+    lines += ["## Where stock crashes", "", "| error | cells | families |", "|---|---|---|"]
+    crashes: dict[str, list[str]] = {}
+    for row in rows:
+        if row["stock"]["outcome"] in ("crashed", "refused"):
+            crashes.setdefault(_kind(row["stock"]["message"]), []).append(row["family"])
+    for message, families in sorted(crashes.items(), key=lambda item: (-len(item[1]), item[0])):
+        lines.append(f"| `{message.replace('|', chr(92) + '|')}` | {len(families)} | {_some(families)} |")
+    lines += ["", "## Where stock trains something else", "", "| what | cells | families |", "|---|---|---|"]
+    faults: dict[str, list[str]] = {}
+    for row in rows:
+        for fault in dict.fromkeys(map(_fault, row["stock"].get("faults", []))):
+            faults.setdefault(fault, []).append(row["family"])
+    for fault, families in sorted(faults.items(), key=lambda item: (-len(item[1]), item[0])):
+        lines.append(f"| {fault} | {len(families)} | {_some(families)} |")
+    refused = Counter(found for row in rows for found in row["safe"].get("ids", []))
+    lines += ["", "## What safe refuses", ""]
+    lines += [
+        f"- [`{found}`](refusals.md): {count} cells; stock trains none of them."
+        for found, count in sorted(refused.items())
+    ]
+    unable = [(name, spec) for name, spec in _specs().items() if spec.not_in_stock]
+    lines += ["", "## What is not in it", ""]
+    lines += ["What TRL cannot train in any precision is no question of precision, and has no cells:", ""]
+    lines += [f"- {name}, {task}: {why}" for name, spec in unable for task, why in spec.not_in_stock.items()]
+    lines += [
+        "",
+        "Not measured: CUDA and other devices, vLLM, several processes, other versions than those above, more than",
+        "one picture in a prompt, and the cells that the pairwise choice leaves out",
+        "(`python benchmarks/matrix.py --all`). Processors that need torchvision are assembled from parts that do",
+        "not; `benchmarks/families/specs.py` says which.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _some(names: list[str]) -> str:
+    """The names once each, the first few of many."""
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:6]) + (f" and {len(distinct) - 6} more" if len(distinct) > 6 else "")
+
+
+def picture(file: Path) -> None:
+    """Draws families down and cells across, stock beside safe.
+
+    Args:
+        file: Where to; its suffix decides the format.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    _, rows = read()
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    with mpl.rc_context({"svg.hashsalt": "matrix", "svg.fonttype": "none", "font.size": 8}):
+        figure = Figure(figsize=(11, 0.24 * len(families) + 1.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, side in zip(figure.subplots(1, 2, sharey=True), ("stock", "safe"), strict=True):
+            for down, family in enumerate(families):
+                for across, mode in enumerate(MODES):
+                    cells = [row for row in rows if row["family"] == family and (row["weights"], row["flag"]) == mode]
+                    width = 1 / max(len(cells), 1)
+                    for index, row in enumerate(cells):
+                        colour = COLOURS[row[side]["outcome"]]
+                        axes.add_patch(Rectangle((across + index * width, down), width, 1, color=colour, linewidth=0))
+            for across in range(len(MODES) + 1):
+                axes.axvline(across, color="white", linewidth=2)
+            for down in range(len(families) + 1):
+                axes.axhline(down, color="white", linewidth=1)
+            axes.set(xlim=(0, len(MODES)), ylim=(len(families), 0), title=side)
+            axes.set_xticks([x + 0.5 for x in range(len(MODES))], [f"{w}\n{f}" for w, f in MODES])
+            axes.set_yticks([y + 0.5 for y in range(len(families))], families)
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+            axes.set_xlabel("weights, flag; the bars in a field are its cells")
+        figure.legend(
+            [Patch(color=colour) for colour in COLOURS.values()], list(COLOURS), loc="outside lower center", ncols=4
+        )
+        figure.savefig(file, metadata={"Date": None, "Creator": None})
