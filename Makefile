@@ -33,8 +33,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## one recipe with stock TRL, which crashes, and with SafeGRPOTrainer, which learns
 	@$(BIN)/safe-trainers demo
 
-test: setup ## the tests that need neither a GPU nor much time
-	@$(BIN)/python -m pytest
+test: setup ## the tests that need neither a GPU nor much time, in two processes
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup ## ruff (rules and format) and mypy; changes nothing
 	@$(BIN)/ruff check .

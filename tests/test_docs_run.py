@@ -68,8 +68,9 @@ def length(completions, **_):
 
 
 @pytest.fixture
-def given(tmp_path):
+def given(tmp_path, monkeypatch):
     """What the pages use without making it: a model, a dataset, a reward and arguments of the reader's own."""
+    monkeypatch.chdir(tmp_path)
     model = answerable("text", tmp_path / "text")
     dataset = datasets.Dataset.from_dict({"prompt": ["what is it?"] * 16})
     args = SafeGRPOConfig("runs/own", max_steps=1, max_completion_length=4, report_to=[])
