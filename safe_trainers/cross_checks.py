@@ -169,27 +169,31 @@ def _precision(settings: Settings) -> Iterator[Remark]:
         bf16=settings["bf16"],
         fp16=bool(settings["fp16"]),
         precision=settings["precision"],
-        rollout_compute=settings["rollout_compute"],
-        adapter_dtype=settings["adapter_dtype"],
+        rollout_compute=settings.usable("rollout_compute"),
+        adapter_dtype=settings.usable("adapter_dtype"),
         config="Safe" + {"grpo": "GRPO", "rloo": "RLOO", "sft": "SFT"}.get(settings.task, "Reward") + "Config",
     )
     if flags.bf16 and flags.fp16 and flags.precision is None:
         yield settings.error(("fp16", "bf16"), "bf16 and fp16 are both on, and a run computes in one", "drop `fp16`")
         return
-    asked = (settings["model_init_kwargs"] or {}).get("dtype") or settings["dtype"]
+    asked = (settings.usable("model_init_kwargs") or {}).get("dtype") or settings.usable("dtype")
     try:
         weights = parse_dtype(str(asked), field="dtype") if asked is not None else AUTO
-        on_cpu = bool(settings["use_cpu"])
+        on_cpu = bool(settings.usable("use_cpu"))
         model = Model(
             weights=frozenset({weights}) - {AUTO},
-            attn_implementation=settings["attn_implementation"],
-            quantization="4bit" if settings["load_in_4bit"] else "8bit" if settings["load_in_8bit"] else None,
+            attn_implementation=settings.usable("attn_implementation"),
+            quantization="4bit"
+            if settings.usable("load_in_4bit")
+            else "8bit"
+            if settings.usable("load_in_8bit")
+            else None,
         )
         policy = resolve(flags, CPU if on_cpu else GPU, model)
-        if settings["bnb_4bit_compute_dtype"] is not None:
-            parse_dtype(settings["bnb_4bit_compute_dtype"], field="bnb_4bit_compute_dtype", allow_auto=False)
-        if settings["save_dtype"] is not None:
-            parse_dtype(settings["save_dtype"], field="save_dtype", allow_auto=False)
+        if settings.usable("bnb_4bit_compute_dtype") is not None:
+            parse_dtype(settings.usable("bnb_4bit_compute_dtype"), field="bnb_4bit_compute_dtype", allow_auto=False)
+        if settings.usable("save_dtype") is not None:
+            parse_dtype(settings.usable("save_dtype"), field="save_dtype", allow_auto=False)
     except PrecisionError as error:
         for problem in error.problems:
             yield settings.finding("error", (problem.given.split("=")[0], "model_init_kwargs"), problem)
@@ -340,8 +344,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterator[Remark]]], ...
          "gradient_accumulation_steps"), _generation_batch,
     ),
     (("num_generations", "num_generations_eval", "per_device_eval_batch_size", "eval_strategy"), _evaluation_batch),
-    (("bf16", "fp16", "precision", "dtype", "model_init_kwargs", "use_cpu", "rollout_compute", "adapter_dtype",
-      "load_in_4bit", "load_in_8bit", "attn_implementation", "save_dtype", "bnb_4bit_compute_dtype"), _precision),
+    (PRECISION, _precision),
     (("bf16", "fp16", "precision", "bnb_4bit_compute_dtype", "load_in_4bit"), _compute_of_4bit),
     (PRECISION, _launch_precision),
     (("load_in_4bit", "load_in_8bit", "use_peft", *FOUR_BIT), _quantisation),

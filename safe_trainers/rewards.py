@@ -109,9 +109,10 @@ def import_reward(name: str) -> Any:
         return reward(max_completion_len=1280, soft_punish_cache=256) if name == SOFT_OVERLONG else reward
     module_name, _, attribute = name.rpartition(".")
     if not module_name:
+        meant = hint(nearest(name, (*TRL_REWARDS, *REWARDS)))
         raise RecipeError(
-            f"there is no reward function {name!r}{hint(nearest(name, (*TRL_REWARDS, *REWARDS)))}: it is one of "
-            f"{', '.join((*REWARDS, *TRL_REWARDS))}, or a dotted path such as my_package.rewards.exact_match"
+            f"there is no reward function {name!r}{meant or '.'} There are {', '.join((*REWARDS, *TRL_REWARDS))}, and "
+            "dotted paths such as my_package.rewards.exact_match"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

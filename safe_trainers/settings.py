@@ -112,6 +112,10 @@ class Settings:
         """Whether a key was set."""
         return key in self.values
 
+    def usable(self, key: str) -> Any:
+        """The value of a key, or its default where what is written is broken, which is said elsewhere."""
+        return self[key] if self.sound(key) else self.schema.keys[key].default
+
     def sound(self, *keys: str) -> bool:
         """Whether the values of these keys are as they were meant."""
         return not self.broken & set(keys)

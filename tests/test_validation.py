@@ -665,3 +665,14 @@ def test_notes_are_said_when_training_begins(capsys):
     Path("recipe.yaml").write_text(GOOD + "trust_remote_code: true\n")
     prepare("grpo", ["--config", "recipe.yaml"])
     assert capsys.readouterr().err.startswith("note: recipe.yaml:13: trust_remote_code is on")
+
+
+def test_a_contradiction_is_said_beside_keys_that_are_broken(tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "model_name_or_path: tiny:llava\ntorch_dtype: bfloat16\nprecision: fp16\nbf16: true\nuse_cpu: 'perhaps'\n"
+    )
+    checked = validate(tmp_path / "r.yaml", task="sft")
+    said = {remark.line: remark.text for remark in checked.errors}
+    assert "torch_dtype is no key any more" in said[2]
+    assert "`bf16=True` says something else" in said[3]
+    assert "use_cpu" in said[5]
