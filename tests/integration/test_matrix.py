@@ -1,0 +1,103 @@
+"""The benchmark of the matrix judges what it should: a few cells whose outcomes are known, and its bookkeeping."""
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def matrix(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    # What the benchmark sets for its own processes is put back after the test.
+    quiet = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE")
+    for name in (*quiet, "HF_HUB_OFFLINE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    import matrix
+
+    return matrix
+
+
+def cell(matrix, name):
+    return next(cell for cell in matrix.every_cell([name.split("-")[0]]) if cell.id == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "stock", "said", "safe"),
+    [
+        ("text-grpo-fp32-none-full-beta0", "trained", "", "trained"),
+        ("aria-grpo-bf16-none-full-beta0", "crashed", "should be the same", "trained"),
+        ("llava-rloo-fp32-bf16-4bit-beta0", "wrong", "adapters rounded to bfloat16", "trained"),
+        ("llava-grpo-fp32-bf16-lora-beta0", "wrong", "text computes in float32 in rollout", "trained"),
+        ("text-sft-fp16-fp16-4bit-beta0", "crashed", "not implemented for 'BFloat16'", "trained"),
+        ("text-sft-bf16-fp16-full-beta0", "crashed", "", "refused"),
+    ],
+)
+def test_outcomes_that_are_known(matrix, name, stock, said, safe):
+    row = matrix.run_both(cell(matrix, name))
+    assert row["stock"]["outcome"] == stock
+    assert said in row["stock"].get("message", "") + "; ".join(row["stock"].get("faults", []))
+    assert row["safe"]["outcome"] == safe
+    if safe == "refused":
+        assert row["followed"]["outcome"] == "trained"
+    assert matrix.bad([row]) == []
+
+
+def test_what_must_not_be_is_found(matrix):
+    made = {"id": "x", "stock": {"outcome": "trained"}}
+    assert matrix.bad([{**made, "safe": {"outcome": "trained"}}]) == []
+    for safe in (
+        {"outcome": "crashed", "message": "RuntimeError"},
+        {"outcome": "wrong", "faults": ["adapters rounded"]},
+        {"outcome": "refused", "message": "ValueError: no"},
+        {"outcome": "refused", "ids": ["half-weights-under-other-autocast"]},  # and stock trains it
+    ):
+        assert len(matrix.bad([{**made, "safe": safe}])) == 1
+    unmended = {"outcome": "refused", "ids": ["half-weights-under-other-autocast"]}
+    crashed = {**made, "stock": {"outcome": "crashed"}, "safe": unmended, "followed": {"outcome": "crashed"}}
+    assert len(matrix.bad([crashed])) == 1
+
+
+def test_every_pair_of_values_is_covered(matrix):
+    cells = matrix.every_cell(["llava", "text", "mllama"])
+    chosen = matrix.pairwise(cells)
+    assert len(chosen) < len(cells) / 4
+
+    def pairs(some):
+        return {pair for one in some for pair in itertools.combinations(asdict(one).items(), 2)}
+
+    assert pairs(chosen) == pairs(cells)
+    assert {(c.family, c.weights, c.flag) for c in chosen} == {(c.family, c.weights, c.flag) for c in cells}
+
+
+def test_it_goes_on_where_it_was_stopped(matrix, tmp_path, monkeypatch):
+    cells = matrix.every_cell(["text"])[:4]
+    asked = []
+
+    def run(todo, jobs):
+        for one in todo:
+            asked.append(one.id)
+            yield {"id": one.id, "stock": {"outcome": "trained"}, "safe": {"outcome": "trained"}}
+            if len(asked) == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(matrix, "_run", run)
+    with pytest.raises(KeyboardInterrupt):
+        matrix.measure(cells, tmp_path / "m.jsonl", 1)
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
+    rows = matrix.measure(cells, tmp_path / "m.jsonl", 1)
+    assert [row["id"] for row in rows] == [one.id for one in cells]
+    assert sorted(asked) == sorted(one.id for one in cells)
+    heading = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[0])
+    assert heading["versions"] == matrix.versions()
+    # Another version's results are not kept.
+    monkeypatch.setattr(matrix, "versions", lambda: {"trl": "0.0"})
+    matrix.measure(cells[:1], tmp_path / "m.jsonl", 1)
+    assert len(asked) == 5
