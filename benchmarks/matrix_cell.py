@@ -43,7 +43,10 @@ half formats. What computes right stays below one."""
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained, and how: `flag` is `"bf16"`, `"fp16"` or `"none"`, `kind` is `"full"`, `"lora"` or `"4bit"`."""
+    """What is trained, and how: `flag` is `"bf16"`, `"fp16"` or `"none"`, `kind` is `"full"`, `"lora"` or `"4bit"`.
+
+    `spared` names layers that are not quantised, where a refusal said so.
+    """
 
     family: str
     task: str
@@ -51,6 +54,7 @@ class Cell:
     flag: str
     kind: str
     beta: float = 0.0
+    spared: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -209,7 +213,10 @@ def build(cell: Cell, safe: bool, **changes: Any) -> Any:
         made["peft_config"] = LoraConfig(r=4, target_modules=targets, **task_type)
     if cell.kind == "4bit":
         made["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=DTYPES[cell.weights]
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=DTYPES[cell.weights],
+            llm_int8_skip_modules=list(cell.spared) or None,
         )
     if cell.task in ("grpo", "rloo"):
         made["reward_funcs"] = reward
@@ -347,6 +354,6 @@ def names(dtypes: set[torch.dtype]) -> str:
 
 FOLLOWED = {
     "half-weights-under-other-autocast": lambda cell: replace(cell, weights=cell.flag),
-    "half-weights-under-fp32": lambda cell: replace(cell, weights="fp32"),
+    "media-cast-to-packed-dtype": lambda cell: replace(cell, spared=("patch_embedding", "lm_head")),
 }
 """What the matrix does when it follows the line of a refusal: the list of the refusals that may occur in it."""

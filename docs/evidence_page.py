@@ -99,12 +99,14 @@ def page() -> str:
             faults.setdefault(fault, []).append(row["family"])
     for fault, families in sorted(faults.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {fault} | {len(families)} | {_some(families)} |")
-    refused = Counter(found for row in rows for found in row["safe"].get("ids", []))
     lines += ["", "## What safe refuses", ""]
-    lines += [
-        f"- [`{found}`](refusals.md): {count} cells; stock trains none of them."
-        for found, count in sorted(refused.items())
-    ]
+    for found in sorted({found for row in rows for found in row["safe"].get("ids", [])}):
+        cells = [row for row in rows if found in row["safe"].get("ids", [])]
+        trained = [row["id"] for row in cells if row["stock"]["outcome"] == "trained"]
+        also = (
+            f"stock trains {len(trained)} of them ({', '.join(trained)})" if trained else "stock trains none of them"
+        )
+        lines.append(f"- [`{found}`](refusals.md): {len(cells)} cells; {also}.")
     unable = [(name, spec) for name, spec in _specs().items() if spec.not_in_stock]
     lines += ["", "## What is not in it", ""]
     lines += ["What TRL cannot train in any precision is no question of precision, and has no cells:", ""]

@@ -6,6 +6,7 @@ economy, and is used only where it was seen to change nothing.
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,14 @@ from torch import nn
 
 from .boundaries import cast_floating
 from .census import first_dtype
-from .dtypes import from_torch
+from .dtypes import from_torch, to_torch
 from .errors import PrecisionError, refuse
-from .probing import undisturbed
+from .policy import OFF
+from .probing import sample_inputs, undisturbed
 from .towers import anatomy, is_quantized, unwrap
 
+
+logger = logging.getLogger(__name__)
 
 MEDIA_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -238,6 +242,44 @@ def _first_tower(model: nn.Module) -> Iterator[list[nn.Module]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def has_packed_towers(model: nn.Module) -> bool:
+    """Whether a tower of a model holds quantised layers."""
+    return any(is_quantized(p) for tower in anatomy(model).towers.values() for p in tower.parameters())
+
+
+def refuse_packed_casts(model: nn.Module, processing_class: Any, methods: Mapping[str, str], autocast: str) -> None:
+    """Asks towers with quantised layers, with a grey picture, whether they cast it to the dtype of packed bytes.
+
+    Args:
+        model: The model, wrapped by PEFT or not.
+        processing_class: The run's processor.
+        methods: The method that consumes each media input, such as `MEDIA_KEYS`.
+        autocast: The autocast dtype of the run, or `"off"`.
+
+    Raises:
+        PrecisionError: If one does. What cannot be asked here is asked again on the first batch.
+    """
+    try:
+        sample = sample_inputs(processing_class)
+    except Exception as error:
+        logger.info("no picture to ask the towers with: %s: %s", type(error).__name__, error)
+        return
+    if any(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters()):
+        return  # an engine has not filled it yet
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in sample.items() if isinstance(value, torch.Tensor)}
+    for key in inputs.keys() & methods.keys():
+        method = _feature_method(model, methods[key], key)
+        if method is None:
+            continue
+        context = contextlib.nullcontext() if autocast == OFF else torch.autocast(device.type, to_torch(autocast))
+        with undisturbed(model), context, _refusing_packed_casts(model, key):
+            try:
+                method(**_accepted(method, inputs))
+            except Exception as error:
+                logger.info("a tower could not be asked: %s: %s", type(error).__name__, error)
 
 
 @contextlib.contextmanager

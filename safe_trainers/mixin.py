@@ -48,7 +48,7 @@ from .declared import (
 from .device import Device, detect_device
 from .dtypes import HALVES
 from .errors import PrecisionError, PrecisionWarning, refuse
-from .media import MediaCaster
+from .media import MediaCaster, has_packed_towers, refuse_packed_casts
 from .media_inputs import MediaInputs
 from .metrics import MismatchMetrics
 from .policy import OFF, PrecisionPolicy, resolve
@@ -172,12 +172,15 @@ class PrecisionBase(SampledRollouts, MediaInputs):
 
         Where it does not, as little as possible is brought to one dtype; what still cannot compute is refused.
         """
-        if not self._disagrees(model):
+        packed = has_packed_towers(model)
+        if not packed and not self._disagrees(model):
             return
         columns = getattr(dataset, "column_names", None)
         if columns is None and isinstance(dataset, IterableDataset):
             columns = next(iter(dataset), {})  # a stream starts again at each `iter`
         pictures = processing_class if {"image", "images", "pixel_values"} & set(columns or ()) else None
+        if packed and pictures is not None:
+            refuse_packed_casts(model, pictures, self.media_keys, self.precision_policy.autocast.value)
         done = self._make_meet(model, pictures)
         if done is not None:
             self.precision_preparation = replace(self.precision_preparation, layout=done)

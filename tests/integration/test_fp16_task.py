@@ -1,5 +1,10 @@
-"""The embedded recipe runs in fp16 with a real autocast and a loss scaler."""
+"""The embedded recipe in fp16, with a real autocast and loss scaler: it learns there what it learns elsewhere."""
 
+import importlib.util
+from pathlib import Path
+from statistics import fmean
+
+import pytest
 from policing import reset_accelerate
 from rich.console import Console
 
@@ -9,6 +14,7 @@ from safe_trainers.recipes import read_recipe
 from safe_trainers.testing import fp16_on_cpu
 
 
+ROOT = Path(__file__).parent.parent.parent
 RECIPE = "recipes/grpo/tiny_vlm_bf16.yaml"
 FP16 = ["--bf16", "false", "--fp16", "true", "--dtype", "float16"]
 
@@ -29,3 +35,21 @@ def test_the_recipe_in_fp16_is_real(tmp_path):
     assert trainer.precision_policy.autocast.value == "float16"
     assert trainer.precision_census.weights == {"float16"}
     assert set(trainer.precision_census.trainable) == {"float32"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_recipe_learns_as_much_in_fp16_as_in_fp32_and_bf16():
+    """Each run in a process of its own: accelerate keeps one precision for the life of a process."""
+    spec = importlib.util.spec_from_file_location("bench_tiny_task", ROOT / "benchmarks" / "tiny_task.py")
+    tiny_task = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tiny_task)
+    means = {}
+    for precision, name in tiny_task.PRECISIONS.items():
+        command, recipe, overrides, seeds = tiny_task.RUNS[name]
+        runs = [tiny_task.run(command, recipe, overrides, seed) for seed in seeds]
+        assert len(runs) == 3
+        assert all(run["after"] - run["before"] >= 0.5 for run in runs), (name, runs)
+        means[precision] = fmean(run["after"] for run in runs)
+    assert set(means) == {"bf16", "fp32", "fp16"}
+    assert max(means.values()) - min(means.values()) <= 0.05, means

@@ -38,6 +38,7 @@ def cell(matrix, name):
         ("llava-grpo-fp32-bf16-lora-beta0", "wrong", "text computes in float32 in rollout", "trained"),
         ("text-sft-fp16-fp16-4bit-beta0", "crashed", "not implemented for 'BFloat16'", "trained"),
         ("text-sft-bf16-fp16-full-beta0", "crashed", "", "refused"),
+        ("lfm2_vl-sft-bf16-bf16-4bit-beta0", "crashed", "only Tensors of floating point", "refused"),
     ],
 )
 def test_outcomes_that_are_known(matrix, name, stock, said, safe):
