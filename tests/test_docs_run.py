@@ -81,13 +81,16 @@ def given(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page, hub, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = dict(given)
+    names, before, ran = dict(given), set(given), 0
     for block in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
         code = block[1]
         for name, local in hub.items():
             code = code.replace(name, local)
         line = page.read_text()[: block.start(1)].count("\n")
         exec(compile("\n" * line + code, str(page), "exec"), names)
+        ran += 1
+    assert ran == sum(line.strip() == "```python" for line in page.read_text().splitlines())
+    assert set(names) - before - {"__builtins__"}, "no block has made anything"
 
 
 def test_there_are_commands_in_the_pages():

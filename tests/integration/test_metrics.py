@@ -492,23 +492,25 @@ def absent(caplog, cell, why, trainer_class=None, **changes):
 
 
 def test_beams_are_no_samples_of_one_distribution(caplog):
-    absent(
+    trainer = absent(
         caplog,
         Cell("text", "grpo", "fp32", None),
         "generation neither samples nor decodes greedily",
         generation_kwargs={"num_beams": 2, "do_sample": False},
     )
+    assert trainer.generation_config.num_beams == 2
 
 
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
 def test_continuous_batching_gives_none(task, caplog):
-    absent(
+    trainer = absent(
         caplog,
         Cell("text", task, "fp32", None),
         "use_transformers_continuous_batching=True samples without giving log-probabilities",
         use_transformers_continuous_batching=True,
         transformers_continuous_batching_config={"num_blocks": 32, "max_batch_tokens": 64},
     )
+    assert trainer.state.global_step == 3
 
 
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
