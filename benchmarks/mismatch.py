@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import signal
+import statistics
 import sys
 import sysconfig
 import tempfile
@@ -281,7 +282,15 @@ def cost(steps: int) -> dict[str, Any]:
     if "precision/logp_mismatch_mean" not in logged:
         raise RuntimeError(f"the mismatch was not measured: {sorted(logged)}")
     total = sum(sampler.seconds.values())
-    return {"steps": steps, "milliseconds": 1e3 * total / steps, "share": sampler.seconds["metrics"] / total}
+    return {"milliseconds": 1e3 * total / steps, "share": sampler.seconds["metrics"] / total}
+
+
+def costs(repetitions: int, steps: int) -> dict[str, Any]:
+    """`cost` several times: the median of each, and the least and the largest share."""
+    runs = [cost(steps) for _ in range(repetitions)]
+    shares = [run["share"] for run in runs]
+    middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    return {"steps": steps, "repetitions": repetitions, **middle, "range": [min(shares), max(shares)]}
 
 
 def main() -> None:
@@ -291,10 +300,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--cost-only", action="store_true", help="measure the cost again and keep the rest")
     parser.add_argument("--cost-steps", type=int, default=100)
+    parser.add_argument("--cost-repetitions", type=int, default=7)
     options = parser.parse_args()
     datasets.disable_progress_bars()
     if options.cost_only:
-        content = json.loads(RESULT.read_text()) | {"cost": cost(options.cost_steps)}
+        content = json.loads(RESULT.read_text()) | {"cost": costs(options.cost_repetitions, options.cost_steps)}
         RESULT.write_text(json.dumps(content, indent=1) + "\n")
         print(content["cost"])
         return
@@ -314,7 +324,7 @@ def main() -> None:
         "sequences": options.rows,
         "training": {"steps": options.steps, "loss": round(loss, 2), "text": f"Python {platform.python_version()}"},
         "seconds": round(time.perf_counter() - started),
-        "cost": cost(options.cost_steps),
+        "cost": costs(options.cost_repetitions, options.cost_steps),
         "rows": found,
     }
     RESULT.parent.mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """What dtypes a live model really holds, counted in one pass over its modules."""
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,7 +132,12 @@ def bits(module: nn.Module) -> int | None:
     Returns:
         4 or 8; `None` for what is no layer of bitsandbytes.
     """
-    names = [base.__name__ for base in type(module).__mro__ if base.__module__.partition(".")[0] == BITSANDBYTES]
+    return _bits_of(type(module))
+
+
+@functools.cache
+def _bits_of(kind: type) -> int | None:
+    names = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == BITSANDBYTES]
     return next((number for number in (4, 8) if any(f"{number}bit" in name for name in names)), None)
 
 

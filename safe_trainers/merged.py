@@ -251,9 +251,11 @@ def merged_twin(layer: nn.Module, name: str = "") -> nn.Module:
         PrecisionError: If PEFT cannot merge it, with what PEFT says.
     """
     try:
-        twin = _twin(layer, {})
-        for part in list(twin.modules()):  # layers may be nested, and an outer one may merge an inner one
-            if isinstance(part, BaseTunerLayer) and not part.merged:
+        made: dict[int, Any] = {}
+        twin: nn.Module = _twin(layer, made)
+        # Layers may be nested, and an outer one, which is made first, may merge an inner one.
+        for part in [part for part in made.values() if isinstance(part, BaseTunerLayer)]:
+            if not part.merged:
                 part.merge()
     except torch.OutOfMemoryError:
         raise
