@@ -353,7 +353,7 @@ def names(dtypes: set[torch.dtype]) -> str:
 
 
 FOLLOWED = {
-    "half-weights-under-other-autocast": lambda cell: replace(cell, weights=cell.flag),
+    "mixed-weights-cannot-meet": lambda cell: replace(cell, weights=cell.flag),
     "media-cast-to-packed-dtype": lambda cell: replace(cell, spared=("patch_embedding", "lm_head")),
 }
 """What the matrix does when it follows the line of a refusal: the list of the refusals that may occur in it."""

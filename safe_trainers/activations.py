@@ -245,7 +245,8 @@ def extremes(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: A floating tensor with elements.
     """
-    return torch.stack(torch.aminmax(tensor.detach())).float()
+    low, high = torch.aminmax(tensor.detach())
+    return torch.stack([low.float(), high.float()])  # autocast puts nothing together in the half format that it is not
 
 
 def floating(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:

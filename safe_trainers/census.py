@@ -132,12 +132,12 @@ def bits(module: nn.Module) -> int | None:
     Returns:
         4 or 8; `None` for what is no layer of bitsandbytes.
     """
-    return _bits_of(type(module))
+    return _bits_of(type(module).__mro__)
 
 
 @functools.cache
-def _bits_of(kind: type) -> int | None:
-    names = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == BITSANDBYTES]
+def _bits_of(mro: tuple[type, ...]) -> int | None:
+    names = [base.__name__ for base in mro if base.__module__.partition(".")[0] == BITSANDBYTES]
     return next((number for number in (4, 8) if any(f"{number}bit" in name for name in names)), None)
 
 

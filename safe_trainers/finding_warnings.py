@@ -22,6 +22,12 @@ WARNINGS = index(
         "{fix}",
     ),
     Finding(
+        "half-weights-under-other-autocast",
+        "autocast rounds {weights} weights to {compute} in most operations and leaves them alone in others: the run "
+        "has the range of float16 and the digits of bfloat16.",
+        "load the weights in the compute dtype, {load}, or {switch} instead",
+    ),
+    Finding(
         "half-trainables",
         "{count} of {total} trainable elements are {dtypes}: at learning_rate={rate} {share} of their first updates "
         "round to nothing, and the optimizer's averages are kept in {dtypes} too.",

@@ -22,15 +22,9 @@ REFUSALS = index(
         "drop `{flag}`, or drop `precision={precision!r}`",
     ),
     Finding(
-        "half-weights-under-other-autocast",
-        "autocast would round {weights} weights to {compute} in every operation and leave the others alone, so that "
-        "two half formats meet: some models crash there, and none computes what either format promises.",
-        "load the weights in the compute dtype, {load}, or {switch} instead",
-    ),
-    Finding(
-        "half-weights-under-fp32",
-        "without autocast each operation follows its weights, and would compute in {weights}.",
-        "load the weights in float32, {load}, or {switch}",
+        "half-weights-under-other-precision",
+        "`precision` names the dtype that the run loads and computes in, {compute}, and these weights hold {weights}.",
+        "load the weights in {compute}, {load}, or write {switch}",
     ),
     Finding(
         "two-half-formats",

@@ -22,7 +22,7 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 
-from . import fp32_modules, layout, scaler
+from . import engines, fp32_modules, layout, scaler
 from .captures import AdapterGuard, construction
 from .census import Census, take_census
 from .contract import (
@@ -64,6 +64,9 @@ from .towers import unwrap
 
 logger = logging.getLogger(__name__)
 
+_MEDIA_COLUMNS = {"image", "images", "pixel_values", "audio", "audios", "input_features"}
+"""Columns of datasets whose rows are more than text."""
+
 
 class PrecisionBase(SampledRollouts, MediaInputs):
     """Below TRL: the moment before `Trainer.__init__`, and every batch that TRL prepares.
@@ -73,10 +76,12 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         precision_census: What the model holds.
         precision_preparation: What its weights were brought to.
         precision_settlement: Which dtype boundaries were placed in it.
+        precision_engine: What runs it in several processes, and what that computes in.
         safety_contract: What the class covers, and which hooks have fired.
     """
 
     precision_policy: PrecisionPolicy
+    precision_engine: engines.Engine
     precision_census: Census
     precision_preparation: Preparation
     precision_settlement: Settlement
@@ -102,6 +107,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         self._say_what_was_done(training_args)
         super().__init__(*args, **kwargs)
         self._check_accelerator()
+        engines.compute_as_alone(self.model, self.accelerator)
 
     @classmethod
     def precision_device(cls, args: Any) -> Device:
@@ -159,8 +165,9 @@ class PrecisionBase(SampledRollouts, MediaInputs):
             logger.info("dtype boundaries\n%s", self.precision_settlement)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Builds the accelerator, and gives its loss scaler what the config says."""
+        """Builds the accelerator, and gives its engine what the policy says, and its loss scaler what the config does."""
         super().create_accelerator_and_postprocess()
+        self.precision_engine = engines.configure(self.accelerator)
         self._configure_scaler()
 
     def _configure_scaler(self) -> None:
@@ -178,19 +185,21 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         columns = getattr(dataset, "column_names", None)
         if columns is None and isinstance(dataset, IterableDataset):
             columns = next(iter(dataset), {})  # a stream starts again at each `iter`
-        pictures = processing_class if {"image", "images", "pixel_values"} & set(columns or ()) else None
-        if packed and pictures is not None:
-            refuse_packed_casts(model, pictures, self.media_keys, self.precision_policy.autocast.value)
-        done = self._make_meet(model, pictures)
+        media = processing_class if _MEDIA_COLUMNS & set(columns or ()) else None
+        if packed and media is not None:
+            refuse_packed_casts(model, media, self.media_keys, self.precision_policy.autocast.value)
+        done = self._make_meet(model, media)
         if done is not None:
             self.precision_preparation = replace(self.precision_preparation, layout=done)
             self._place_boundaries(model)
 
     def _disagrees(self, model: nn.Module) -> bool:
-        """Whether weights of several dtypes may meet; LoRA's meet nothing, since PEFT casts what enters them."""
-        held = take_census(model).elements
+        """Whether several dtypes may meet; LoRA's meet nothing, since PEFT casts what enters them."""
+        census, autocast = take_census(model), self.precision_policy.autocast.value
         others = {config.peft_type for config in getattr(model, "peft_config", {}).values()} - {"LORA"}
-        dtypes = {*held["weights"], *(held["adapters"] if others else ())}
+        dtypes = {*census.elements["weights"], *(census.elements["adapters"] if others else ())}
+        if census.quantization is None and autocast != OFF and dtypes & HALVES:
+            dtypes.add(autocast)  # what autocast computes meets weights that it does not cast
         return len(dtypes) > 1 and bool(dtypes & HALVES)
 
     def _make_meet(self, model: nn.Module, processing_class: Any = None) -> layout.Reconciliation | None:

@@ -217,18 +217,18 @@ def resolve(flags: Flags, device: Device, model: Model) -> PrecisionPolicy:
 
     if autocast.value != OFF:
         compute = Choice(autocast.value, f"autocast, from {requested.reason}")
-    elif len(model.weights) == 1:
-        compute = Choice(weights, f"no autocast ({autocast.reason}): operations follow the weights")
-    elif model.weights:
-        compute = Choice(weights, f"no autocast ({autocast.reason}): each operation follows its own weights")
     else:
-        compute = Choice(weights, f"no autocast ({autocast.reason}): operations follow the weights")
+        several = len(model.weights) > 1
+        follow = "each operation follows its own weights" if several else "operations follow the weights"
+        compute = Choice(weights, f"no autocast ({autocast.reason}): {follow}")
 
     if flags.rollout_compute not in ROLLOUT_COMPUTE:
         found.append(_unknown_choice("rollout_compute", flags.rollout_compute, ROLLOUT_COMPUTE))
     found += _contradictions(requested, autocast, compute, device, model, flags)
     adapter, contradiction = _adapter(flags, device, model, requested, compute, scaled)
     found += contradiction
+    contradicting, rounded = _half_weights(requested, autocast, model, flags)
+    found, warnings = found + contradicting, warnings + rounded
     aligned = flags.rollout_compute != "stock"
     if not aligned and autocast.value != OFF:
         warnings.append(warn("rollout-not-aligned", "rollout_compute='stock' under autocast"))
@@ -284,33 +284,36 @@ def _contradictions(
     requested: Choice, autocast: Choice, compute: Choice, device: Device, model: Model, flags: Flags
 ) -> Iterator[Problem]:
     """What cannot be computed as asked, on this device with these weights."""
-    # What is left of a quantised model besides its packed weights is small, and is brought to the compute dtype.
-    half = model.weights & HALVES if model.quantization is None else frozenset()
-    clashing = half - {autocast.value} if autocast.value != OFF else frozenset()
-    for weights in sorted(clashing):
-        yield refuse(
-            "half-weights-under-other-autocast",
-            f"{weights} weights with {requested.reason}",
-            weights=weights,
-            compute=autocast.value,
-            load=_load(model, autocast.value),
-            switch=_switch(flags, weights),
-        )
-    if flags.precision is not None and parse_dtype(flags.precision, field="precision") == FLOAT32:
-        for weights in sorted(model.weights & HALVES):
-            yield refuse(
-                "half-weights-under-fp32",
-                f"{weights} weights with {requested.reason}",
-                weights=weights,
-                load=_load(model, FLOAT32),
-                switch=_switch(flags, weights),
-            )
     if requested.value == BFLOAT16 and device.emulates_bf16:
         config = f'{flags.config}(precision="fp16"), or ' if flags.config else ""
         yield refuse("bf16-is-emulated", f"{requested.reason} on {device}", device=device, config=config)
     attention = model.attn_implementation or ""
     if _FLASH_ATTENTION.search(attention) and compute.value == FLOAT32:
         yield refuse("flash-attention-needs-half", f"attn_implementation={attention!r} with float32 compute")
+
+
+def _half_weights(
+    requested: Choice, autocast: Choice, model: Model, flags: Flags
+) -> tuple[list[Problem], list[Problem]]:
+    """Weights in a half format that the run does not compute in: refused where `precision` names another dtype."""
+    named = parse_dtype(flags.precision, field="precision") if flags.precision is not None else AUTO
+    half = model.weights & HALVES
+    if requested.value != FLOAT32 and (autocast.value == OFF or model.quantization is not None):
+        # Operations follow their weights; and what a quantised model has besides its packed weights is small, and is
+        # brought to the compute dtype.
+        half = frozenset()
+    elif requested.value == FLOAT32 and named == AUTO:
+        half = frozenset()
+    problems, warnings = [], []
+    for weights in sorted(half - {autocast.value}):
+        given = f"{weights} weights with {requested.reason}"
+        load, switch = _load(model, requested.value), _switch(flags, weights)
+        details = {"weights": weights, "compute": requested.value, "load": load, "switch": switch}
+        if named == AUTO:
+            warnings.append(warn("half-weights-under-other-autocast", given, **details))
+        else:
+            problems.append(refuse("half-weights-under-other-precision", given, **details))
+    return problems, warnings
 
 
 def _load(model: Model, dtype: str) -> str:

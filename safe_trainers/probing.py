@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import nn
@@ -18,7 +19,7 @@ from .towers import is_quantized, unwrap
 
 
 logger = logging.getLogger(__name__)
-_DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same", re.IGNORECASE)
+_DTYPE_ERROR = re.compile(r"dtype|scalar ?type|should be the same", re.IGNORECASE)
 """How torch's errors about two dtypes are worded, on CPU and CUDA."""
 
 
@@ -44,7 +45,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:
-    """Inputs of one short question, with a grey picture where the processor takes pictures.
+    """Inputs of one short question, with a grey picture or silence where the processor takes pictures or sounds.
 
     Args:
         processing_class: The tokenizer or processor of the trainer.
@@ -52,14 +53,18 @@ def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:
     Returns:
         Model inputs of one row; two tokens alone where there is no processor with a chat template.
     """
-    tokens = torch.ones((1, 2), dtype=torch.long)  # (B, T)
-    text_only = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    if not hasattr(processing_class, "image_processor") or getattr(processing_class, "chat_template", None) is None:
-        return text_only
-    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    sees, hears = hasattr(processing_class, "image_processor"), hasattr(processing_class, "feature_extractor")
+    if not (sees or hears) or getattr(processing_class, "chat_template", None) is None:
+        tokens = torch.ones((1, 2), dtype=torch.long)  # (B, T)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    media: dict[str, Any]
+    if sees:
+        media = {"images": [[Image.new("RGB", (64, 64), (128, 128, 128))]]}
+    else:
+        media = {"audio": [np.zeros(processing_class.feature_extractor.sampling_rate, np.float32)]}  # a second
+    question = [{"role": "user", "content": [{"type": "image" if sees else "audio"}, {"type": "text", "text": "?"}]}]
     text = processing_class.apply_chat_template(question, add_generation_prompt=True)
-    picture = Image.new("RGB", (64, 64), (128, 128, 128))
-    return dict(processing_class(text=[text], images=[[picture]], return_tensors="pt"))
+    return dict(processing_class(text=[text], return_tensors="pt", **media))
 
 
 def cannot_meet(
@@ -74,7 +79,7 @@ def cannot_meet(
         autocast: The autocast dtype of the run, or `"off"`.
         error: What torch says.
     """
-    half = sorted(weights & HALVES)[0]
+    half = sorted(weights & HALVES)[0] if autocast == OFF else autocast
     fix = (
         f"load all weights in one dtype: `from_pretrained(..., dtype='{half}')`, or "
         f"`model_init_kwargs={{'dtype': '{half}'}}`"

@@ -64,11 +64,9 @@ def test_the_committed_matrix_has_no_safe_cell_that_is_not_right():
     assert {row["safe"]["outcome"] for row in rows} <= {"trained", "refused"}
     for row in rows:
         if row["safe"]["outcome"] == "refused":
-            assert set(row["safe"]["ids"]) <= {"half-weights-under-other-autocast", "media-cast-to-packed-dtype"}
+            assert set(row["safe"]["ids"]) <= {"mixed-weights-cannot-meet", "media-cast-to-packed-dtype"}
             assert row["followed"]["outcome"] == "trained"
-            # float16 weights under bfloat16 autocast: a text model may get through, with both formats' losses.
-            other_half = (row["weights"], row["flag"]) in {("fp16", "bf16"), ("bf16", "fp16")}
-            assert row["stock"]["outcome"] != "trained" or (other_half and row["family"] in ("gpt_oss", "gemma2"))
+            assert row["stock"]["outcome"] != "trained"
     assert Counter(row["stock"]["outcome"] for row in rows)["trained"] < len(rows) / 2
 
 

@@ -254,25 +254,46 @@ def test_nothing_is_placed_where_no_dtypes_can_meet():
 def test_problems_of_a_live_model_are_refused_at_construction_all_at_once():
     model = AutoModelForImageTextToText.from_pretrained(cells.folder("aria"), dtype=torch.float16)
     made = cells.arguments(Cell("aria", "grpo", "fp16", "bf16"), SafeGRPOConfig, model_init_kwargs=None)
-    made["args"].rollout_compute = "sometimes"
+    made["args"].rollout_compute, made["args"].precision = "sometimes", "bf16"
     with pytest.raises(PrecisionError) as caught:
         SafeGRPOTrainer(**{**made, "model": model})
-    assert [p.id for p in caught.value.problems] == ["unknown-choice", "half-weights-under-other-autocast"]
+    assert [p.id for p in caught.value.problems] == ["unknown-choice", "half-weights-under-other-precision"]
     assert "`from_pretrained(..., dtype='bfloat16')`" in str(caught.value)
 
 
 def test_declared_problems_are_refused_before_the_model_is_read(tmp_path):
-    made = cells.arguments(Cell("text", "sft", "fp16", "bf16"), trl.SFTConfig)
-    with pytest.raises(PrecisionError, match="half-weights-under-other-autocast"):
+    made = cells.arguments(Cell("text", "sft", "fp16", "bf16"), SafeSFTConfig, precision="bf16")
+    with pytest.raises(PrecisionError, match="half-weights-under-other-precision"):
         SafeSFTTrainer(**{**made, "model": str(tmp_path / "no-such-model")})
 
 
-def test_following_the_advice_trains():
-    assert "half-weights-under-other-autocast" in cells.run(Cell("text", "grpo", "fp16", "bf16"), safe=True).error
-    assert cells.run(Cell("text", "grpo", "bf16", "bf16"), safe=True).error is None
-    assert cells.run(Cell("text", "grpo", "fp16", "fp16"), safe=True).error is None
-    # Without autocast nothing is rounded: fp16=True does nothing on a CPU, and stock trains this, too.
-    assert cells.run(Cell("text", "grpo", "bf16", "fp16"), safe=True).error is None
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_in_the_other_half_format_are_warned_of_and_train(lora):
+    """A text model gets through it; where it has an adapter, stock generates in the weights' own format."""
+    cell = Cell("text", "grpo", "fp16", "bf16", lora=lora)
+    assert cells.run(cell, safe=False).error is None
+    with pytest.warns(PrecisionWarning, match="half-weights-under-other-autocast"):
+        assert cells.run(cell, safe=True).error is None
+
+
+def test_a_frozen_base_in_the_other_half_format_is_brought_to_where_it_computes():
+    cell = Cell("llava", "sft", "fp16", "bf16", lora=True)
+    assert "mixed dtype" in cells.run(cell, safe=False).error
+    with pytest.warns(PrecisionWarning, match="half-weights-under-other-autocast"):
+        outcome = cells.run(cell, safe=True, keep=True)
+    assert outcome.error is None
+    casts = outcome.trainer.precision_preparation.layout.casts
+    assert {(cast.source, cast.target) for cast in casts} <= {("float16", "bfloat16"), ("float16", "float32")}
+    assert casts
+
+
+def test_trained_weights_in_the_other_half_format_that_crash_are_refused_and_the_advice_trains():
+    cell = Cell("llava", "sft", "fp16", "bf16")
+    assert "mixed dtype" in cells.run(cell, safe=False).error
+    said = cells.run(cell, safe=True).error
+    assert "mixed-weights-cannot-meet" in said
+    assert "`model_init_kwargs={'dtype': 'bfloat16'}`" in said
+    assert cells.run(Cell("llava", "sft", "bf16", "bf16"), safe=True).error is None
 
 
 def test_dtypes_are_spelt_for_trl_in_any_of_our_spellings():

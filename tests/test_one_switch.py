@@ -67,9 +67,9 @@ def test_without_precision_nothing_is_chosen():
 
 def test_weights_that_contradict_it_are_refused_and_both_lines_work():
     model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
-    with pytest.raises(PrecisionError, match="half-weights-under-fp32") as caught:
+    with pytest.raises(PrecisionError, match="half-weights-under-other-precision") as caught:
         build("fp32", LORA, model=model)
-    assert "`model.to(torch.float32)`, or `precision='bf16'`" in str(caught.value)
+    assert "`model.to(torch.float32)`, or write `precision='bf16'`" in str(caught.value)
     assert build("bf16", LORA, model=model).precision_policy.compute.value == "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
     assert build("fp32", LORA, model=model.to(torch.float32)).precision_policy.compute.value == "float32"

@@ -36,7 +36,7 @@ TABLE = [
     (Flags(bf16=True), A100, FP16, "bfloat16", "bfloat16", "off", ("half-weights-under-other-autocast",)),
     (Flags(bf16=True), T4, FP32, "bfloat16", "bfloat16", "off", ("bf16-is-emulated",)),
     (Flags(bf16=True), V100, FP16, "bfloat16", "bfloat16", "off",
-     ("half-weights-under-other-autocast", "bf16-is-emulated")),
+     ("bf16-is-emulated", "half-weights-under-other-autocast")),
     (Flags(bf16=True), OLD_AMD, FP32, "bfloat16", "bfloat16", "off", ()),
     (Flags(bf16=False, fp16=True), T4, FP32, "float16", "float16", "dynamic", ()),
     (Flags(bf16=False, fp16=True), T4, FP16, "float16", "float16", "dynamic", ()),
@@ -74,7 +74,9 @@ TABLE = [
     (Flags(bf16=True), A100, FLASH_FP32, "bfloat16", "bfloat16", "off", ()),
     (Flags(bf16=False), A100, FLASH_KERNEL_BF16, "bfloat16", "off",
      "off", ()),
-    (Flags(precision="fp32"), A100, BF16, "bfloat16", "off", "off", ("half-weights-under-fp32",)),
+    (Flags(precision="fp32"), A100, BF16, "bfloat16", "off", "off", ("half-weights-under-other-precision",)),
+    (Flags(precision="bf16"), A100, FP16, "bfloat16", "bfloat16", "off", ("half-weights-under-other-precision",)),
+    (Flags(precision="auto"), A100, FP16, "bfloat16", "bfloat16", "off", ("half-weights-under-other-autocast",)),
     (Flags(precision="auto"), CPU, BF16, "bfloat16", "off", "off", ()),
     (Flags(bf16=True, fp16=True), A100, FP32, "float16", "float16", "dynamic", ("two-half-formats",)),
     (Flags(bf16=True, rollout_compute="stock"), A100, FP32, "bfloat16", "bfloat16", "off", ("rollout-not-aligned",)),
@@ -96,7 +98,7 @@ def test_every_refusal_and_warning_of_plain_values_is_in_the_table():
     in_table = {finding for row in TABLE for finding in row[-1]}
     assert in_table == {
         "half-weights-under-other-autocast",
-        "half-weights-under-fp32",
+        "half-weights-under-other-precision",
         "two-half-formats",
         "bf16-is-emulated",
         "flash-attention-needs-half",
@@ -108,26 +110,26 @@ def test_every_refusal_and_warning_of_plain_values_is_in_the_table():
 
 
 def test_all_problems_come_in_one_error():
-    policy = resolve(Flags(bf16=True, config="SafeSFTConfig"), V100, FP16)
+    policy = resolve(Flags(precision="bf16", config="SafeSFTConfig"), V100, FP16)
     with pytest.raises(PrecisionError) as caught:
         policy.check()
     assert str(caught.value) == (
         "2 problems with the precision of this run:\n"
-        "- float16 weights with bf16=True\n"
-        "  why: autocast would round float16 weights to bfloat16 in every operation and leave the others alone, so "
-        "that two half formats meet: some models crash there, and none computes what either format promises.\n"
-        "  fix: load the weights in the compute dtype, `model_init_kwargs={'dtype': 'bfloat16'}`, or `fp16=True` "
-        "instead  [half-weights-under-other-autocast]\n"
-        "- bf16=True on V100 (compute capability 7.0)\n"
+        "- precision='bf16' on V100 (compute capability 7.0)\n"
         "  why: V100 (compute capability 7.0) has no bfloat16 arithmetic (it needs compute capability 8.0): torch "
         "emulates it, many times slower.\n"
-        '  fix: use SafeSFTConfig(precision="fp16"), or `fp16=True` with `bf16=False`  [bf16-is-emulated]'
+        '  fix: use SafeSFTConfig(precision="fp16"), or `fp16=True` with `bf16=False`  [bf16-is-emulated]\n'
+        "- float16 weights with precision='bf16'\n"
+        "  why: `precision` names the dtype that the run loads and computes in, bfloat16, and these weights hold "
+        "float16.\n"
+        "  fix: load the weights in bfloat16, `model_init_kwargs={'dtype': 'bfloat16'}`, or write "
+        "`precision='fp16'`  [half-weights-under-other-precision]"
     )
 
 
 def test_the_advice_fits_what_was_passed():
-    named = resolve(Flags(bf16=True), A100, Model(FP16.weights)).problems[0].fix
-    live = resolve(Flags(bf16=True), A100, Model(FP16.weights, live=True)).problems[0].fix
+    named = resolve(Flags(bf16=True), A100, Model(FP16.weights)).warnings[0].fix
+    live = resolve(Flags(bf16=True), A100, Model(FP16.weights, live=True)).warnings[0].fix
     assert "`model_init_kwargs={'dtype': 'bfloat16'}`" in named
     assert (
         "`from_pretrained(..., dtype='bfloat16')`" in live
@@ -143,8 +145,7 @@ def test_the_advice_is_about_the_field_that_decided():
         return [problem.fix for problem in (*policy.problems, *policy.warnings)]
 
     assert fixes(BF16, precision="fp16") == [
-        "load the weights in the compute dtype, `model_init_kwargs={'dtype': 'float16'}`, or `precision='bf16'` "
-        "instead"
+        "load the weights in float16, `model_init_kwargs={'dtype': 'float16'}`, or write `precision='bf16'`"
     ]
     assert fixes(precision="fp16", adapter_dtype="bfloat16") == [
         "drop `adapter_dtype='bfloat16'`, or use `precision='bf16'`"
@@ -152,7 +153,7 @@ def test_the_advice_is_about_the_field_that_decided():
     assert fixes(device=CPU, precision="fp16") == ["`precision='fp32'`, or `precision='bf16'`"]
     assert fixes(device=CPU, fp16=True) == ["drop `fp16=True`, or use `bf16=True`"]
     assert fixes(BF16, precision="fp32") == [
-        "load the weights in float32, `model_init_kwargs={'dtype': 'float32'}`, or `precision='bf16'`"
+        "load the weights in float32, `model_init_kwargs={'dtype': 'float32'}`, or write `precision='bf16'`"
     ]
     packed = Model(BF16.weights, live=True, quantization="4bit")
     assert "`from_pretrained(..., dtype='float32')`" in fixes(packed, precision="fp32")[0]
@@ -186,4 +187,5 @@ def test_readable_and_serialisable():
         if field.name not in {"problems", "warnings"}:
             assert field.name in text
             assert set(plain[field.name]) == {"value", "reason"}
-    assert [p["id"] for p in plain["problems"]] == ["half-weights-under-other-autocast", "bf16-is-emulated"]
+    assert [p["id"] for p in plain["problems"]] == ["bf16-is-emulated"]
+    assert [p["id"] for p in plain["warnings"]] == ["half-weights-under-other-autocast"]

@@ -171,7 +171,7 @@ BAD = {
     ),
     "weights against autocast": (
         {"precision": "bf16", "dtype": "float16"},
-        "[half-weights-under-other-autocast]",
+        "[half-weights-under-other-precision]",
     ),
 }
 

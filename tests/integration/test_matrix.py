@@ -37,7 +37,8 @@ def cell(matrix, name):
         ("llava-rloo-fp32-bf16-4bit-beta0", "wrong", "adapters rounded to bfloat16", "trained"),
         ("llava-grpo-fp32-bf16-lora-beta0", "wrong", "text computes in float32 in rollout", "trained"),
         ("text-sft-fp16-fp16-4bit-beta0", "crashed", "not implemented for 'BFloat16'", "trained"),
-        ("text-sft-bf16-fp16-full-beta0", "crashed", "", "refused"),
+        ("text-sft-bf16-fp16-full-beta0", "crashed", "", "trained"),
+        ("llava-sft-fp16-bf16-full-beta0", "crashed", "mixed dtype", "refused"),
         ("lfm2_vl-sft-bf16-bf16-4bit-beta0", "crashed", "only Tensors of floating point", "refused"),
     ],
 )
@@ -58,10 +59,10 @@ def test_what_must_not_be_is_found(matrix):
         {"outcome": "crashed", "message": "RuntimeError"},
         {"outcome": "wrong", "faults": ["adapters rounded"]},
         {"outcome": "refused", "message": "ValueError: no"},
-        {"outcome": "refused", "ids": ["half-weights-under-other-autocast"]},  # and stock trains it
+        {"outcome": "refused", "ids": ["mixed-weights-cannot-meet"]},  # and stock trains it
     ):
         assert len(matrix.bad([{**made, "safe": safe}])) == 1
-    unmended = {"outcome": "refused", "ids": ["half-weights-under-other-autocast"]}
+    unmended = {"outcome": "refused", "ids": ["mixed-weights-cannot-meet"]}
     crashed = {**made, "stock": {"outcome": "crashed"}, "safe": unmended, "followed": {"outcome": "crashed"}}
     assert len(matrix.bad([crashed])) == 1
 
