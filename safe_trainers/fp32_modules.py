@@ -5,7 +5,7 @@ They stay in float32 while the rest of the model computes in half precision.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
@@ -178,5 +178,6 @@ def _computing(name: str, module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _inside_another(name: str, names: Iterable[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in names)
+def _inside_another(name: str, names: Container[str]) -> bool:
+    """Whether one of the modules around a module is named; asked of thousands, each by thousands."""
+    return any(name[:end] in names for end, character in enumerate(name) if character == ".")

@@ -256,8 +256,9 @@ def _frozen(model: nn.Module) -> Iterator[_Weight]:
 def _keeps(keep: Keep) -> Callable[[str], bool]:
     if callable(keep):
         return keep
-    names = tuple(keep)
-    return lambda name: any(name == kept or name.startswith(f"{kept}.") for kept in names)
+    names = frozenset(keep)
+    # Not name by name: thousands of parameters may be asked about, and thousands of modules be kept.
+    return lambda name: name in names or any(name[:end] in names for end, part in enumerate(name) if part == ".")
 
 
 def _largest(parameter: nn.Parameter) -> float:
