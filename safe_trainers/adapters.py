@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .decisions import Decision, extra_bytes, mebibytes
-from .dtypes import AUTO, BFLOAT16, FLOAT32, from_torch
+from .dtypes import AUTO, BFLOAT16, FLOAT32, HALVES, from_torch
 from .errors import Problem, refuse
 from .policy import AS_MADE, PrecisionPolicy
 from .rounding import lost_share
@@ -37,6 +37,8 @@ class Circumstances:
         asked: The `adapter_dtype` that was asked for.
         fresh: Whether the adapters were made in this construction, from a `peft_config`.
         one_dtype: Whether an engine flattens several trainables into one tensor (FSDP).
+        widened: Whether accelerate makes trainables float32 when it shards them (FSDP2 under autocast); it leaves
+            those beside 4-bit weights alone.
         unscalable: The half dtypes whose gradients the loss scaler refuses; empty where the loss is not scaled.
     """
 
@@ -44,6 +46,7 @@ class Circumstances:
     asked: str = AUTO
     fresh: bool = True
     one_dtype: bool = False
+    widened: bool = False
     unscalable: frozenset[str] = frozenset()
 
 
@@ -68,6 +71,8 @@ def decide(model: nn.Module, policy: PrecisionPolicy, circumstances: Circumstanc
         source = from_torch(parameter.dtype)
         if source in circumstances.unscalable:
             target, reason = FLOAT32, f"the loss scaler cannot unscale {source} gradients"
+        elif circumstances.widened and source in HALVES and policy.frozen_base.value != "4bit":
+            target, reason = FLOAT32, "accelerate makes float32 of what FSDP2 trains under autocast"
         elif id(parameter) in adapters:
             target, reason = _adapter(name, source, policy, obstacle, circumstances.asked == BFLOAT16)
         else:

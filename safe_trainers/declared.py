@@ -1,7 +1,6 @@
 """What the user declared, read off configs and models as the plain values that a policy is resolved from."""
 
 import math
-import os
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from .adapters import Circumstances
 from .census import Census, take_census
 from .device import Device, detect_device
 from .dtypes import AUTO, FLOAT32, HALVES, SHORT, from_torch, parse_dtype
+from .engines import fsdp_version
 from .errors import PrecisionError, PrecisionWarning, refuse
 from .policy import Flags, Model, PrecisionPolicy, resolve
 from .quantized_loading import asked_quantization, missing_backend, skip_heads, unloadable_head
@@ -169,8 +169,8 @@ def circumstances_of(args: Any, device: Device, fresh: bool) -> Circumstances:
         learning_rate=rate,
         asked=parse_dtype(getattr(args, "adapter_dtype", AUTO), field="adapter_dtype"),
         fresh=fresh,
-        # transformers sets it when it reads `fsdp`, and accelerate's launcher from its own config.
-        one_dtype=os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in {"1", "true"},
+        one_dtype=fsdp_version(args) is not None,
+        widened=fsdp_version(args) == 2 and (args.bf16 or args.fp16),
         unscalable=(device.unscalable or frozenset()) if args.fp16 else frozenset(),
     )
 

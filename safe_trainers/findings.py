@@ -180,6 +180,21 @@ REFUSALS = index(
         "remove `mixed_precision` from the accelerate config, or unset ACCELERATE_MIXED_PRECISION",
     ),
     Finding(
+        "launched-with-another-precision",
+        "the run computes in {compute} ({asked}), whatever the launcher says: one of the two was not meant.",
+        "drop `mixed_precision` from the accelerate config, or ask for it in the run: `precision={said!r}`",
+    ),
+    Finding(
+        "deepspeed-scales-the-loss",
+        "DeepSpeed scales the loss by itself, and nothing would read {fields}.",
+        "in the `fp16` block of the DeepSpeed config `initial_scale_power`, `loss_scale_window`; drop {fields}",
+    ),
+    Finding(
+        "fsdp1-flattens-one-dtype",
+        "FSDP1 makes one tensor of all weights of such a unit, and a tensor has one dtype ({examples}).",
+        "`fsdp_version: 2`, which keeps each weight by itself",
+    ),
+    Finding(
         "unknown-choice",
         "{value!r} is not one of {accepted}.",
         "{field}={suggestion!r}",

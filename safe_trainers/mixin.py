@@ -107,7 +107,6 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         self._say_what_was_done(training_args)
         super().__init__(*args, **kwargs)
         self._check_accelerator()
-        engines.compute_as_alone(self.model, self.accelerator)
 
     @classmethod
     def precision_device(cls, args: Any) -> Device:
@@ -165,7 +164,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
             logger.info("dtype boundaries\n%s", self.precision_settlement)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Builds the accelerator, and gives its engine what the policy says, and its loss scaler what the config does."""
+        """Builds the accelerator, and gives its engine and its loss scaler what policy and config say."""
         super().create_accelerator_and_postprocess()
         self.precision_engine = engines.configure(self.accelerator)
         self._configure_scaler()
@@ -233,6 +232,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         if actual != wanted and not silent_fp16:
             given = f"the training arguments ask for mixed precision {wanted!r}"
             problems.append(refuse("accelerator-disagrees", given, actual=actual))
+        problems += engines.flattens(self.model, self.accelerator)
         if problems:
             raise PrecisionError(problems)
 
@@ -279,7 +279,9 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
             check_loading(arguments, type(self))
             quantization = arguments.get("quantization_config")
             declared = declared_policy(arguments["args"], arguments.get("model"), type(self), quantization)
-            declared.check()
+            found = (*declared.problems, *engines.asked_otherwise(arguments["args"], declared))
+            if found:
+                raise PrecisionError(found)
             choose_load_dtype(arguments, declared)
             spell_dtype_as_trl_does(arguments["args"])
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
@@ -295,6 +297,7 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
             for model in (policy, *others):  # TRL's own head, which the autocast of a rollout would round again
                 base: Any = model
                 fp32_modules.without_autocast(base.get_output_embeddings())
+        engines.compute_as_alone(self.model, self.accelerator)  # around the forward pass that TRL has replaced
         self._plan_report()
 
     def precision_settlement_of(self, model: nn.Module) -> Settlement:

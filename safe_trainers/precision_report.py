@@ -15,6 +15,7 @@ from torch import nn
 from .contract import COVERED, HOOKS, UNCOVERED
 from .decisions import grouped
 from .dtypes import BFLOAT16, FLOAT32, from_torch
+from .engines import Engine
 from .errors import Problem, warn
 from .inventory import BUFFERS, HEAD, Circumstances, Group, listed, take_inventory
 from .policy import OFF, PrecisionPolicy
@@ -142,6 +143,7 @@ def make_report(trainer: Any, groups: tuple[Group, ...], planned: tuple[Group, .
         "phase": CONFIRMED if planned is not None else PLANNED,
         "model": type(base).__name__,
         "device": str(trainer.precision_device(trainer.args)),
+        "engine": trainer.precision_engine.summary,
         "compute": policy.compute.value,
         "autocast": policy.autocast.value,
         "loss scale": policy.loss_scale.value,
@@ -160,7 +162,7 @@ def make_report(trainer: Any, groups: tuple[Group, ...], planned: tuple[Group, .
         (
             Table(GROUPS, COLUMNS, tuple(_row(group) for group in groups)),
             Table(CHANGES, ("what", "change", "why"), tuple(_changes(trainer))),
-            Table(POLICY, ("decision", "value", "why"), tuple(_policy(policy, own))),
+            Table(POLICY, ("decision", "value", "why"), tuple(_policy(policy, trainer.precision_engine, own))),
             Table(
                 COVERAGE,
                 ("area", "state", "detail", "fired"),
@@ -174,12 +176,14 @@ def make_report(trainer: Any, groups: tuple[Group, ...], planned: tuple[Group, .
     )
 
 
-def _policy(policy: PrecisionPolicy, groups: list[Group]) -> Iterator[tuple[Cell, ...]]:
+def _policy(policy: PrecisionPolicy, engine: Engine, groups: list[Group]) -> Iterator[tuple[Cell, ...]]:
     """The decisions of the policy, the one about trainables as it was carried out for each of them."""
     trained = listed({group.held for group in groups if group.trainable})
     for name, choice in policy.choices():
         changed = name == "master" and trained not in (None, choice.value)
         yield (name, trained, "what is trained, as brought to it") if changed else (name, choice.value, choice.reason)
+    for name, choice in engine.choices():
+        yield name, choice.value, choice.reason
 
 
 def _row(group: Group) -> tuple[Cell, ...]:

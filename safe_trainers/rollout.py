@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.training_args import ParallelMode
 
 from . import engine
 from .captures import VLLM_MODULE, engines
@@ -19,6 +17,7 @@ from .census import Census
 from .contract import ABSENT, COVERED, ROLLOUT_METHOD, SafetyContract, batches_continuously
 from .device import Device
 from .dtypes import HALVES, from_torch, to_torch
+from .engines import fsdp_version
 from .errors import PrecisionError, PrecisionWarning, Problem, refuse, warn
 from .merged import unmergeable
 from .policy import PrecisionPolicy
@@ -93,7 +92,7 @@ class AlignedRollouts:
     def _refused(self, model: nn.Module, args: Any) -> Iterator[Problem]:
         if getattr(args, "use_vllm", False):
             dtype = self.sampler_dtype if self._is_aligned(args) else None
-            yield from engine.refused(model, dtype, _is_colocated(args), _uses_fsdp(args))
+            yield from engine.refused(model, dtype, _is_colocated(args), fsdp_version(args) is not None)
             problem = unmergeable(model) if hasattr(model, "peft_config") and not _shards(args) else None
             if problem is not None:
                 fix = "`use_vllm=False`: the model's own `generate` runs with the adapter as it is"
@@ -308,15 +307,9 @@ def _is_colocated(args: Any) -> bool:
     return getattr(args, "vllm_mode", None) == "colocate"
 
 
-def _uses_fsdp(args: Any) -> bool:
-    # transformers sets it when it reads `fsdp`, and accelerate's launcher from its own config.
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in {"1", "true"}
-    return asked and args.parallel_mode == ParallelMode.DISTRIBUTED
-
-
 def _shards(args: Any) -> bool:
     """Whether weights will not all be in this process: FSDP, or DeepSpeed's ZeRO-3."""
-    return _uses_fsdp(args) or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0) == 3
+    return fsdp_version(args) is not None or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0) == 3
 
 
 @contextlib.contextmanager
