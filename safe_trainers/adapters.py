@@ -17,7 +17,7 @@ from .dtypes import AUTO, BFLOAT16, FLOAT32, HALVES, from_torch
 from .errors import Problem, refuse
 from .policy import AS_MADE, PrecisionPolicy
 from .rounding import lost_share
-from .towers import adapter_parameters
+from .towers import adapter_parameters, elements_of
 
 
 LOST_LIMIT = 0.01
@@ -39,6 +39,7 @@ class Circumstances:
         one_dtype: Whether an engine flattens several trainables into one tensor (FSDP).
         widened: Whether accelerate makes trainables float32 when it shards them (FSDP2 under autocast); it leaves
             those beside 4-bit weights alone.
+        copied: The half dtype that an engine casts every weight to, while it trains float32 copies (DeepSpeed).
         unscalable: The half dtypes whose gradients the loss scaler refuses; empty where the loss is not scaled.
     """
 
@@ -47,6 +48,7 @@ class Circumstances:
     fresh: bool = True
     one_dtype: bool = False
     widened: bool = False
+    copied: str | None = None
     unscalable: frozenset[str] = frozenset()
 
 
@@ -69,7 +71,9 @@ def decide(model: nn.Module, policy: PrecisionPolicy, circumstances: Circumstanc
     decisions = []
     for name, parameter in trainable.items():
         source = from_torch(parameter.dtype)
-        if source in circumstances.unscalable:
+        if circumstances.copied is not None:
+            target, reason = source, f"DeepSpeed trains a float32 copy of it, and computes in {circumstances.copied}"
+        elif source in circumstances.unscalable:
             target, reason = FLOAT32, f"the loss scaler cannot unscale {source} gradients"
         elif circumstances.widened and source in HALVES and policy.frozen_base.value != "4bit":
             target, reason = FLOAT32, "accelerate makes float32 of what FSDP2 trains under autocast"
@@ -80,7 +84,7 @@ def decide(model: nn.Module, policy: PrecisionPolicy, circumstances: Circumstanc
         for twin in (name, name.replace(".default.", ".ref.")) if ".default." in name else (name,):
             held = named.get(twin)
             if held is not None and (twin == name or not held.requires_grad):
-                decisions.append(Decision(twin, from_torch(held.dtype), target, reason, held.numel()))
+                decisions.append(Decision(twin, from_torch(held.dtype), target, reason, elements_of(held)))
     trained = {decision.target for decision in decisions if named[decision.name].requires_grad}
     if circumstances.one_dtype and len(trained) > 1:
         why = "FSDP flattens trainables into one dtype, and some of them need float32"

@@ -13,7 +13,7 @@ from .adapters import Circumstances
 from .census import Census, take_census
 from .device import Device, detect_device
 from .dtypes import AUTO, FLOAT32, HALVES, SHORT, from_torch, parse_dtype
-from .engines import fsdp_version
+from .engines import engine_copies, fsdp_version
 from .errors import PrecisionError, PrecisionWarning, refuse
 from .policy import Flags, Model, PrecisionPolicy, resolve
 from .quantized_loading import asked_quantization, missing_backend, skip_heads, unloadable_head
@@ -171,6 +171,7 @@ def circumstances_of(args: Any, device: Device, fresh: bool) -> Circumstances:
         fresh=fresh,
         one_dtype=fsdp_version(args) is not None,
         widened=fsdp_version(args) == 2 and (args.bf16 or args.fp16),
+        copied=engine_copies(args),
         unscalable=(device.unscalable or frozenset()) if args.fp16 else frozenset(),
     )
 

@@ -22,7 +22,7 @@ from accelerate.utils import AutocastKwargs, convert_outputs_to_fp32
 from torch import nn
 from transformers.training_args import ParallelMode
 
-from .dtypes import FLOAT32, from_torch
+from .dtypes import BFLOAT16, FLOAT16, FLOAT32, SHORT, from_torch
 from .errors import Problem, refuse
 from .policy import FLAG_OF, Choice, PrecisionPolicy
 from .scaler import SETTINGS
@@ -103,6 +103,20 @@ def fsdp_version(args: Any) -> int | None:
     return None
 
 
+def engine_copies(args: Any) -> str | None:
+    """The half dtype that DeepSpeed casts every weight to, while it trains float32 copies of its own.
+
+    Args:
+        args: The training arguments.
+
+    Returns:
+        `"bfloat16"` or `"float16"`; `None` in float32, and without DeepSpeed.
+    """
+    if getattr(args, "deepspeed_plugin", None) is None:
+        return None
+    return FLOAT16 if args.fp16 else BFLOAT16 if args.bf16 else None
+
+
 def asked_otherwise(args: Any, policy: PrecisionPolicy) -> Iterator[Problem]:
     """What an engine, or the file that it is launched with, is told that the run does not do.
 
@@ -122,8 +136,12 @@ def asked_otherwise(args: Any, policy: PrecisionPolicy) -> Iterator[Problem]:
         given = f"mixed_precision={said!r} in the accelerate config (ACCELERATE_MIXED_PRECISION)"
         asked = policy.autocast.reason
         yield refuse("launched-with-another-precision", given, said=said, asked=asked, compute=policy.compute.value)
-    plugin = getattr(args, "deepspeed_plugin", None)
-    if plugin is not None and args.fp16:
+    copies = engine_copies(args)
+    patterns = list(getattr(args, "fp32_modules", None) or ())
+    if copies is not None and patterns:
+        given = f"fp32_modules={patterns!r} in {SHORT[copies]} under DeepSpeed"
+        yield refuse("deepspeed-casts-every-weight", given, dtype=copies)
+    if copies == FLOAT16:
         usual = {name: field.default for name, field in getattr(args, "__dataclass_fields__", {}).items()}
         own = [name for name in SETTINGS if hasattr(args, name) and getattr(args, name) != usual.get(name)]
         if own:
@@ -210,8 +228,21 @@ def configure(accelerator: Any) -> Engine:
         if accelerator.autocast_handler is None:
             accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
         return Engine(FSDP2, processes, _AS_HELD, _REDUCED, _AS_GIVEN, _AS_COMPUTED)
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        return _deepspeed(accelerator)
     follows = Choice("as trained", "each gradient has the dtype of its weight")
     return Engine(DDP if processes > 1 else ALONE, processes, None, follows, _AS_GIVEN, _AS_COMPUTED)
+
+
+def _deepspeed(accelerator: Any) -> Engine:
+    """What DeepSpeed computes in, which its config decides when the engine is built."""
+    stage, half = accelerator.state.deepspeed_plugin.zero_stage, accelerator.mixed_precision
+    dtype = {"bf16": BFLOAT16, "fp16": FLOAT16}.get(half, FLOAT32)
+    held = f"the engine casts every weight to {dtype}, and trains float32 copies of them"
+    gathered = Choice(dtype, held if dtype != FLOAT32 else "as held")
+    reduced = Choice(dtype, "DeepSpeed's own, `communication_data_type` in its config")
+    name = f"{DEEPSPEED} ZeRO-{stage}"
+    return Engine(name, accelerator.num_processes, gathered, reduced, _AS_GIVEN, _AS_COMPUTED)
 
 
 def _configure_fsdp2(plugin: Any) -> None:

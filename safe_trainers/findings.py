@@ -190,6 +190,11 @@ REFUSALS = index(
         "in the `fp16` block of the DeepSpeed config `initial_scale_power`, `loss_scale_window`; drop {fields}",
     ),
     Finding(
+        "deepspeed-casts-every-weight",
+        "DeepSpeed casts every weight to {dtype} when its engine is built, those of these modules with them.",
+        "drop `fp32_modules`, or shard with FSDP2, `fsdp_version: 2`",
+    ),
+    Finding(
         "fsdp1-flattens-one-dtype",
         "FSDP1 makes one tensor of all weights of such a unit, and a tensor has one dtype ({examples}).",
         "`fsdp_version: 2`, which keeps each weight by itself",

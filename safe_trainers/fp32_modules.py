@@ -18,7 +18,7 @@ from .boundaries import cast_floating
 from .decisions import Decision
 from .dtypes import FLOAT32, HALVES, from_torch
 from .errors import PrecisionError, hint, nearest, refuse
-from .towers import anatomy, is_quantized, unwrap
+from .towers import anatomy, elements_of, is_quantized, unwrap
 
 
 _MARK = "_safe_trainers_fp32"
@@ -87,7 +87,7 @@ def decide(model: nn.Module, modules: Iterable[str]) -> tuple[Decision, ...]:
     base = unwrap(model)
     chosen = {id(parameter) for name in modules for parameter in base.get_submodule(name).parameters()}
     return tuple(
-        Decision(name, from_torch(p.dtype), FLOAT32, "fp32_modules", p.numel())
+        Decision(name, from_torch(p.dtype), FLOAT32, "fp32_modules", elements_of(p))
         for name, p in model.named_parameters()
         if id(p) in chosen and not is_quantized(p)
     )

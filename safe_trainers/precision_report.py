@@ -14,8 +14,8 @@ from torch import nn
 
 from .contract import COVERED, HOOKS, UNCOVERED
 from .decisions import grouped
-from .dtypes import BFLOAT16, FLOAT32, from_torch
-from .engines import Engine
+from .dtypes import BFLOAT16, FLOAT32, SHORT, from_torch
+from .engines import Engine, engine_copies
 from .errors import Problem, warn
 from .inventory import BUFFERS, HEAD, Circumstances, Group, listed, take_inventory
 from .policy import OFF, PrecisionPolicy
@@ -67,6 +67,8 @@ def plan(trainer: Any) -> tuple[Group, ...]:
         The groups. What an engine or an optimizer of its own kind decides is left open.
     """
     engine = bool(getattr(trainer, "is_deepspeed_enabled", False))
+    copies = engine_copies(trainer.args)
+    made_so = any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters())
     given = getattr(trainer, "optimizer", None) is not None
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     torchs = name.startswith("adamw_torch") and "bit" not in name and "fp8" not in name
@@ -78,8 +80,22 @@ def plan(trainer: Any) -> tuple[Group, ...]:
         )
         if group.trainable
         else group
-        for group in count(trainer)
+        for group in (_cast_by(copies, made_so, group) for group in count(trainer))
     )
+
+
+def _cast_by(copies: str | None, made_so: bool, group: Group) -> Group:
+    """A group as DeepSpeed will hold it: without autocast, so that it computes in what it holds.
+
+    Args:
+        copies: The half dtype that the engine casts every weight to.
+        made_so: Whether ZeRO-3 made the model in that dtype; nothing is cast later then, adapters are not.
+        group: The group as counted; packed weights and buffers stay as they are.
+    """
+    if copies is None or group.trainable is None or group.held not in SHORT:
+        return group
+    held = group.held if made_so else copies
+    return replace(group, held=held, compute=held)
 
 
 def confirm(groups: tuple[Group, ...], seen: Seen) -> tuple[Group, ...]:

@@ -17,7 +17,7 @@ from .policy import PrecisionPolicy
 from .quantization import Reconciliation as Quantized
 from .quantized_loading import HEADS, fresh_heads, unusable_head
 from .rounding import lost_share
-from .towers import adapter_parameters, unwrap
+from .towers import adapter_parameters, elements_of, unwrap
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _heads(model: nn.Module) -> Iterator[Decision]:
     fresh = set(fresh_heads(model))
     for name, p in model.named_parameters():
         if name in fresh:
-            yield Decision(name, from_torch(p.dtype), FLOAT32, "a head that was made for the task", p.numel())
+            yield Decision(name, from_torch(p.dtype), FLOAT32, "a head that was made for the task", elements_of(p))
 
 
 def prepare_reference(model: nn.Module, policy: PrecisionPolicy, patterns: tuple[str, ...]) -> None:
@@ -137,7 +137,7 @@ def _half_trainables(
     parameters = dict(model.named_parameters())
     trained = [d for d in decisions if parameters[d.name].requires_grad]
     halves = [d for d in trained if d.target in HALVES and (d.source == d.target or circumstances.asked != AUTO)]
-    if not halves:
+    if not halves or circumstances.copied is not None:
         return
     dtypes = sorted({decision.target for decision in halves})
     rate = circumstances.learning_rate

@@ -121,6 +121,15 @@ def adapter_layers(module: nn.Module) -> Iterator[nn.Module]:
         yield copies
 
 
+def elements_of(parameter: torch.Tensor) -> int:
+    """How many numbers a parameter holds, also where ZeRO-3 has left an empty tensor in its place.
+
+    Args:
+        parameter: Any parameter.
+    """
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def is_quantized(parameter: torch.Tensor) -> bool:
     """Whether a parameter is packed, by its type: its dtype says how it is stored, not what it computes in."""
     return (

@@ -41,7 +41,8 @@ class UpdateSample:
         self._parameters: list[nn.Parameter] = [parameter for _, parameter in members]
         self._group_of = [number for number, _ in members]
         left_out = set(sparse)
-        self._dense = torch.tensor([id(parameter) not in left_out for parameter in self._parameters])  # (P,)
+        dense = [id(parameter) not in left_out for parameter in self._parameters]
+        self._dense = torch.tensor(dense, dtype=torch.bool)  # (P,); DeepSpeed's optimizer has no parameters to show
         self._sizes = [_local(parameter).numel() for parameter in self._parameters]
         self._places = _draw(self._parameters, self._sizes, size)
         self._drawn = torch.tensor([len(places) for places in self._places], dtype=torch.int64)  # (P,)

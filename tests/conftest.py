@@ -27,7 +27,7 @@ from policing import State, find_leaks, read_state, reset_accelerate, restore
 
 
 # Marker to make target: what is too slow for every run, and how to run it.
-ON_REQUEST = {"matrix": "make matrix", "slow": "make slow"}
+ON_REQUEST = {"matrix": "make matrix", "slow": "make slow", "distributed": "make distributed"}
 
 
 def skip_reasons(markers: set[str], selection: str, has_cuda: bool) -> list[str]:

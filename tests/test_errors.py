@@ -46,6 +46,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "accelerator-disagrees",
         "launched-with-another-precision",
         "deepspeed-scales-the-loss",
+        "deepspeed-casts-every-weight",
         "fsdp1-flattens-one-dtype",
         "adapter-dtype-cannot-be-scaled",
         "adapters-not-captured",

@@ -23,8 +23,6 @@ def gloo_for_fsdp() -> None:
         return "gloo", DistributedType.MULTI_GPU
 
     accelerate.state.PartialState._prepare_backend = prepare_backend
-    # Without `use_cpu`, with which accelerate shards nothing, transformers asks a GPU whether it computes bf16.
-    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 
 class Pinned:
@@ -78,6 +76,20 @@ def poison(trainer: Any) -> None:
     trainer.compute_loss = compute_loss
 
 
+def inputs_of(trainer: Any) -> dict[str, list[str]]:
+    """The dtypes of the floating tensors that losses are computed from, filled while it trains."""
+    compute, found = trainer._compute_loss, {}
+
+    def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                found[name] = sorted({*found.get(name, ()), str(value.dtype)})
+        return compute(model, inputs, *args, **kwargs)
+
+    trainer._compute_loss = compute_loss
+    return found
+
+
 def run(
     family: str = "text",
     task: str = "sft",
@@ -93,7 +105,9 @@ def run(
     wrap: str | None = None,
     ragged: bool = False,
     infinite: int | None = None,
-    resume: bool = False,
+    resume: str | None = None,
+    watch_inputs: bool = False,
+    refused: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
     """Trains, and says what came of it.
@@ -113,16 +127,20 @@ def run(
         wrap: The layers that FSDP shards one by one, by their class.
         ragged: Whether pictures have sizes of their own.
         infinite: The process whose loss is infinite in the first step.
-        resume: Whether to go on from the newest checkpoint in `folder`.
+        resume: The checkpoint to go on from.
+        watch_inputs: Whether to note the dtypes of what a loss is computed from.
+        refused: Whether the trainer cannot be built; what it says is what came of it.
         **changes: More training arguments.
     """
     import cells
     from policing import reset_accelerate
 
+    from safe_trainers import PrecisionError
     from safe_trainers.testing import fp16_on_cpu
 
     reset_accelerate()
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    os.environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
     if wrap is not None:
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = wrap
     cell = cells.Cell(family, task, weights, flag, lora=lora)
@@ -147,12 +165,24 @@ def run(
         made_of = trainer_class(task, safe, pinned)
         if flag == "fp16":
             made_of = fp16_on_cpu(made_of)
+        if refused:
+            try:
+                made_of(**made)
+            except PrecisionError as error:
+                return {"refused": str(error)}
+            raise AssertionError("it was built")
         trainer = made_of(**made)
         watch = Watch(trainer)
         trainer.add_callback(watch)
         if infinite == rank:
             poison(trainer)
-        trainer.train(resume_from_checkpoint=resume or None)
+        if watch_inputs:
+            watch.found["inputs"] = inputs_of(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        if watch_inputs:
+            names = ("advantages", "old_per_token_logps", "second_per_grid_ts")
+            prepared = trainer._prepare_input({name: torch.ones(2, 3) for name in names})
+            watch.found["prepared"] = {name: str(value.dtype) for name, value in prepared.items()}
         report = trainer.precision_report.to_dict() if safe else None
         return {**facts(trainer), **watch.found, "logs": trainer.state.log_history, "report": report}
 
@@ -182,6 +212,19 @@ class Watch(TrainerCallback):
             trainer._get_per_token_logps_and_entropies = scored
 
 
+def deepspeed_config() -> dict[str, Any]:
+    """ZeRO with every parameter in parts; by default the small ones stay whole, which here are all."""
+    sharded = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    return {
+        "zero_optimization": {"stage": int(ENGINE[-1]), **(sharded if ENGINE == "zero3" else {})},
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+
+
 def facts(trainer: Any) -> dict[str, Any]:
     """What a trained trainer is: processes, engine, shards, dtypes, and sums of its parameters."""
     from torch.distributed.tensor import DTensor
@@ -195,14 +238,21 @@ def facts(trainer: Any) -> dict[str, Any]:
         "type": accelerator.distributed_type.value,
         "dtensors": sum(isinstance(p, DTensor) for p in parameters.values()),
         "parameters": len(parameters),
-        "local": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters.values()),
-        "elements": sum(p.numel() for p in parameters.values()),
+        "local": sum(map(held_here, parameters.values())),
+        "elements": sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values()),
         "dtypes": sorted({str(p.dtype) for p in parameters.values()}),
         "trained_dtypes": sorted({str(p.dtype) for p in parameters.values() if p.requires_grad}),
         "losses": [entry["loss"] for entry in log],
         "grad_norms": [entry["grad_norm"] for entry in log],
         "sums": sums(trainer, parameters),
     }
+
+
+def held_here(parameter: Any) -> int:
+    """How many numbers of a parameter this process holds."""
+    if hasattr(parameter, "ds_tensor"):
+        return int(parameter.ds_tensor.numel()) if parameter.numel() == 0 else int(parameter.numel())
+    return int((parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel())
 
 
 def sums(trainer: Any, parameters: dict[str, Any]) -> dict[str, float]:
@@ -212,6 +262,12 @@ def sums(trainer: Any, parameters: dict[str, Any]) -> dict[str, float]:
         if not parameter.requires_grad:
             continue
         name = name.removeprefix("module.")
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                found[name] = parameter.detach().double().abs().sum().item()
+            continue
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found[name] = whole.detach().double().abs().sum().item()
     return found
@@ -223,6 +279,13 @@ def main(folder: Path) -> None:
     ENGINE = told["engine"]
     if ENGINE.startswith("fsdp"):
         gloo_for_fsdp()
+    if ENGINE.startswith(("fsdp", "zero")):
+        # Without `use_cpu`, with which accelerate shards nothing, transformers asks a GPU whether it computes bf16.
+        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    if ENGINE.startswith("zero"):
+        config = folder / f"deepspeed-{os.environ['RANK']}.json"
+        config.write_text(json.dumps(deepspeed_config()))
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(config)
     import cells
 
     for family in {keywords.get("family", "text") for keywords in told["parts"].values()}:

@@ -69,7 +69,7 @@ class Run:
 
     def found(self, part: str) -> list[Any]:
         """What each process has found in one part; fails with what was said where a process failed."""
-        assert self.statuses == [0] * len(self.statuses), "\n".join(text[-3000:] for text in self.stderr)
+        assert self.statuses == [0] * len(self.statuses), "\n".join(text[-1500:] for text in self.stderr)
         return [result[part] for result in self.results]
 
 

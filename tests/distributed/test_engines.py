@@ -1,0 +1,190 @@
+"""Two real processes under DDP and FSDP2 compute what a single one does; stock FSDP2 does not."""
+
+import itertools
+
+import processes
+import pytest
+from processes import DISTRIBUTED_TYPES, SHARDED
+
+
+ADAPTER = {"flag": "bf16", "weights": "bf16", "lora": True}
+ALIKE = {
+    "sft fp32": {"steps": 3},
+    "grpo fp32": {"task": "grpo", "pinned": True, "steps": 2},
+    "grpo bf16": {"task": "grpo", "pinned": True, "steps": 2, **ADAPTER},
+}
+"""What a single process does too, on the same rows."""
+QWEN = {"family": "qwen2_5_vl", "wrap": "Qwen2_5_VLVisionBlock,Qwen2_5_VLDecoderLayer", "ragged": True}
+ENDS_AT_ONCE = {"generation_kwargs": {"eos_token_id": list(range(421))}}
+TOGETHER = {
+    "sft bf16": {"flag": "bf16", "steps": 2},
+    "fp16": {"flag": "fp16", "steps": 3, "infinite": 1},
+    "rollout": {"task": "grpo", "steps": 2, **ADAPTER, **QWEN, "by_rank": [ENDS_AT_ONCE, {}],
+                "max_completion_length": 8, "precision_report": "file"},
+}  # fmt: skip
+"""What only several processes do, or what they are compared with each other in."""
+STOCK = {"stock": {**ALIKE["grpo bf16"], "safe": False}, "half": {"flag": "bf16", "weights": "bf16", "steps": 1}}
+
+
+def saving(folder):
+    run = {"task": "grpo", "steps": 4, "steps_per_generation": 4, **ADAPTER}
+    return {
+        "whole": {**run, "folder": str(folder), "save_strategy": "steps", "save_steps": 1},
+        # In the middle of a generation window.
+        "resumed": {**run, "resume": str(folder / "checkpoint-2")},
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return processes.run("alone", ALIKE, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """What two processes do under an engine; each is launched once."""
+    runs = {}
+
+    def run(engine):
+        if engine not in runs:
+            folder = tmp_path_factory.mktemp(engine)
+            parts = {**ALIKE, **TOGETHER, **saving(folder / "saved"), **(STOCK if engine == "fsdp2" else {})}
+            runs[engine] = processes.run(engine, parts, folder)
+        return runs[engine]
+
+    return run
+
+
+ENGINES = pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+
+
+def distance(found, wanted):
+    """The largest difference of two runs' log-probabilities, token by token; `found` is of all processes."""
+    largest = 0.0
+    for step, rows in enumerate(wanted["logps"]):
+        merged = {key: value for one in found for key, value in one["logps"][step].items()}
+        assert merged.keys() == rows.keys()
+        pairs = [pair for key, row in rows.items() for pair in zip(merged[key], row, strict=True)]
+        assert len(pairs) >= 20
+        largest = max(largest, *(abs(one - other) for one, other in pairs))
+    return largest
+
+
+@ENGINES
+def test_what_runs_is_what_was_launched(engine, together):
+    """Launch lines that are nearly right run one process, or DDP, and say nothing."""
+    for part in together(engine).results[0]:
+        for found in together(engine).found(part):
+            assert found["world"] == found["processes"] == 2
+            assert found["type"] == DISTRIBUTED_TYPES[engine]
+            assert found["dtensors"] == (found["parameters"] if engine in SHARDED else 0)
+            share = found["local"] / found["elements"]
+            assert share == pytest.approx(0.5, abs=0.02) if engine in SHARDED else share == 1.0
+
+
+@ENGINES
+@pytest.mark.parametrize("part", ["sft fp32", "grpo fp32"])
+def test_fp32_is_a_single_processs_on_the_same_rows(part, engine, alone, together):
+    (wanted,), both = alone.found(part), together(engine).found(part)
+    assert len(wanted["losses"]) == ALIKE[part]["steps"]
+    for found in both:
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6, abs=1e-7)
+        assert found["grad_norms"] == pytest.approx(wanted["grad_norms"], rel=1e-6)
+        assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-6)
+    assert both[0]["sums"] == both[1]["sums"]
+    if "grpo" in part:
+        assert distance(both, wanted) < 1e-5
+
+
+@ENGINES
+def test_bf16_log_probabilities_are_float32_and_a_single_processs(engine, alone, together):
+    (wanted,), both = alone.found("grpo bf16"), together(engine).found("grpo bf16")
+    assert {dtype for found in both for dtype in found["logps_dtype"]} == {"torch.float32"}
+    assert distance(both, wanted) < 1e-3
+    assert both[0]["dtypes"] == ["torch.bfloat16", "torch.float32"]
+    assert both[0]["trained_dtypes"] == ["torch.float32"]
+    assert both[0]["grad_norms"] == pytest.approx(wanted["grad_norms"], rel=1e-3)
+
+
+def test_stock_fsdp2_rounds_log_probabilities_to_bf16(alone, together):
+    (wanted,), both = alone.found("grpo bf16"), together("fsdp2").found("stock")
+    assert {dtype for found in both for dtype in found["logps_dtype"]} == {"torch.bfloat16"}
+    assert distance(both, wanted) > 1e-2
+
+
+@pytest.mark.parametrize("part", ["sft bf16", "fp16"])
+def test_fsdp2_computes_bit_for_bit_what_ddp_does(part, together):
+    ddp, fsdp2 = (together(engine).found(part)[0] for engine in ("ddp", "fsdp2"))
+    assert fsdp2["losses"] == ddp["losses"]
+    assert fsdp2["sums"] == pytest.approx(ddp["sums"], rel=1e-6)
+    for found in (ddp, fsdp2):  # the layers were seen to compute in half precision, though their weights are float32
+        groups = {row["part"]: row for row in found["report"]["tables"]["module groups"]}
+        assert groups["language model"]["compute"] == {"fp16": "float16", "sft bf16": "bfloat16"}[part]
+        assert groups["language model"]["parameters"] == "float32"
+
+
+@ENGINES
+def test_a_loss_that_is_infinite_in_one_process_skips_the_step_in_all(engine, together):
+    for found in together(engine).found("fp16"):
+        logs = [entry for entry in found["logs"] if "loss" in entry]
+        assert [entry["precision/skipped_steps"] for entry in logs] == [1, 1, 1]
+        assert [entry["precision/loss_scale"] for entry in logs] == [2.0**15] * 3
+        # The schedule waits.
+        assert logs[0]["learning_rate"] == logs[1]["learning_rate"] > logs[2]["learning_rate"]
+
+
+@ENGINES
+def test_pictures_and_completions_of_unequal_sizes_do_not_lock(engine, together):
+    one, other = together(engine).found("rollout")
+    assert len(one["losses"]) == 2
+    lengths = [entry["completions/mean_length"] for entry in one["logs"] if "loss" in entry]
+    # One process ends its completions with their first token.
+    assert all(1 < length < 8 for length in lengths)
+    assert one["sums"] == other["sums"]
+    assert {dtype for found in (one, other) for dtype in found["logps_dtype"]} == {"torch.float32"}
+
+
+@ENGINES
+def test_metrics_are_of_all_processes(engine, alone, together):
+    for part in together(engine).results[0]:
+        one, other = together(engine).found(part)
+        for mine, theirs in itertools.zip_longest(one["logs"], other["logs"]):
+            ours = [{key: log[key] for key in log if key.startswith("precision/")} for log in (mine, theirs)]
+            assert ours[0] == pytest.approx(ours[1], nan_ok=True)
+    (wanted,), (found, _) = alone.found("grpo bf16"), together(engine).found("grpo bf16")
+    whole, parts = ([log for log in run["logs"] if "precision/grad_zero_frac" in log] for run in (wanted, found))
+    assert len(whole) == len(parts) == 1
+    for name in ("grad_zero_frac", "update_lost_frac", "stalled_params"):
+        assert parts[0][f"precision/{name}"] == pytest.approx(whole[0][f"precision/{name}"])
+    # In the first step the gradients of one of LoRA's two matrices are 0.
+    assert 0.4 < whole[0]["precision/grad_zero_frac"] < 0.6
+
+
+@ENGINES
+def test_one_report_per_run_which_names_the_engine(engine, together):
+    runs = together(engine)
+    shown = [text.count("precision report: Safe") for text in runs.stderr]
+    quiet = {"rollout", "stock"}
+    assert shown == [len(runs.results[0].keys() - quiet), 0]
+    name = {"ddp": "DDP", "fsdp2": "FSDP2"}[engine]
+    for part in runs.results[0].keys() - {"stock"}:
+        report = runs.found(part)[0]["report"]
+        assert report["facts"]["engine"] == f"{name}, 2 processes"
+        assert [verdict["level"] for verdict in report["verdicts"]].count("ok") == 1, report["verdicts"]
+        choices = {row["decision"]: row["value"] for row in report["tables"]["policy"]}
+        assert choices.get("gathered weights") == ("as held" if engine == "fsdp2" else None)
+
+
+def test_trainables_that_accelerate_widens_are_planned_wide(together):
+    for found in together("fsdp2").found("half"):
+        assert found["trained_dtypes"] == ["torch.float32"]
+        changed = found["report"]["tables"]["changed from stock"]
+        assert any("what FSDP2 trains under autocast" in row["why"] for row in changed)
+
+
+@ENGINES
+def test_a_resumed_run_is_the_uninterrupted_one(engine, together):
+    for whole, resumed in zip(*(together(engine).found(part) for part in ("whole", "resumed")), strict=True):
+        assert len(whole["losses"]) == 4
+        assert resumed["losses"] == whole["losses"]
+        assert resumed["sums"] == whole["sums"]
