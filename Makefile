@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow gpu bench bench-matrix bench-mismatch evidence docs compat clean
+.PHONY: help schema setup demo test lint format matrix slow gpu bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth evidence docs compat release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,8 +54,11 @@ slow: setup ## the tests that take minutes
 gpu: setup ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
 
-bench: setup ## stock and safe side by side: time of a step and of construction, bytes of media
-	@$(BIN)/python benchmarks/step.py
+bench: setup ## stock and safe side by side: time, memory, bytes of media, and how each grows (half an hour)
+	@$(BIN)/python benchmarks/cost.py
+
+bench-check: setup ## measure the cost again, and fail outside the spread of the committed ratios
+	@$(BIN)/python benchmarks/cost.py --check
 
 bench-matrix: setup ## stock and safe in each family, trainer, precision and kind: docs/evidence.md (half an hour)
 	@$(BIN)/python benchmarks/matrix.py
@@ -65,8 +68,17 @@ bench-mismatch: setup ## sampler and trainer in bf16, in fp16 and mixed, by leng
 	@$(BIN)/python benchmarks/mismatch.py
 	@$(BIN)/python docs/build.py
 
-evidence: setup ## run the embedded recipes and their controls again and write docs/tiny_task.md
+bench-tiny: setup ## run the embedded recipes and their controls again: docs/tiny_task.md (15 minutes)
 	@$(BIN)/python benchmarks/tiny_task.py
+
+bench-growth: setup ## time and memory as a model grows to 1e5 tensors and a batch to 1e3 images: docs/growth.md (10 minutes)
+	@$(BIN)/python benchmarks/growth.py
+	@$(BIN)/python docs/build.py
+
+bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth evidence ## measure everything again, and make its page
+
+evidence: setup ## make docs/evidence.md and its pictures from what was measured and committed
+	@$(BIN)/python docs/build.py
 
 docs: setup ## rewrite the pages that are made from the code, and build the site; any warning is an error
 	@$(BIN)/python docs/build.py
@@ -77,6 +89,9 @@ schema: setup ## write down the keys of recipes of the installed TRL, which `val
 
 compat: setup ## the tests of the supported range of versions
 	@$(BIN)/python -m pytest tests/compat
+
+release-check: setup ## build wheel and sdist, and try each in an empty environment (10 to 15 minutes, package index)
+	@$(BIN)/python tests/release_check.py
 
 clean: ## remove caches and build outputs; keeps .venv and runs/
 	@rm -rf build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -218,11 +218,11 @@ class Sampler:
     """Whose code the CPU time goes to: every millisecond the innermost frame that is no torch's or Python's own.
 
     Attributes:
-        seconds: CPU time by `"metrics"` and `"rest"`.
+        seconds: CPU time by the file of `METRICS` that it was spent for, and `"rest"`.
     """
 
     def __init__(self) -> None:
-        self.seconds = {"metrics": 0.0, "rest": 0.0}
+        self.seconds = dict.fromkeys((*METRICS, "rest"), 0.0)
         self._package, self._last = str(Path(safe_trainers.__file__).parent), 0.0
 
     def __enter__(self) -> "Sampler":
@@ -240,7 +240,7 @@ class Sampler:
         while frame is not None:
             folder, _, file = frame.f_code.co_filename.rpartition("/")
             if folder == self._package:
-                whose = "metrics" if file in METRICS else "rest"
+                whose = file if file in METRICS else "rest"
                 break
             if any(f"/{name}/" in folder + "/" for name in ("trl", "transformers", "peft", "accelerate", "datasets")):
                 whose = "rest"
@@ -282,7 +282,8 @@ def cost(steps: int) -> dict[str, Any]:
     if "precision/logp_mismatch_mean" not in logged:
         raise RuntimeError(f"the mismatch was not measured: {sorted(logged)}")
     total = sum(sampler.seconds.values())
-    return {"milliseconds": 1e3 * total / steps, "share": sampler.seconds["metrics"] / total}
+    parts = {file: sampler.seconds[file] / total for file in METRICS}
+    return {"milliseconds": 1e3 * total / steps, "share": sum(parts.values()), **parts}
 
 
 def costs(repetitions: int, steps: int) -> dict[str, Any]:
@@ -290,7 +291,8 @@ def costs(repetitions: int, steps: int) -> dict[str, Any]:
     runs = [cost(steps) for _ in range(repetitions)]
     shares = [run["share"] for run in runs]
     middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    return {"steps": steps, "repetitions": repetitions, **middle, "range": [min(shares), max(shares)]}
+    parts = {file: middle.pop(file) for file in METRICS}
+    return {"steps": steps, "repetitions": repetitions, **middle, "range": [min(shares), max(shares)], "parts": parts}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What the embedded recipes learn, and the controls that show that they learn it from the pictures.
 
 Runs each recipe as a user would, on three seeds, and the GRPO recipe in fp32, in fp16, with learning rate 0 and with
-every question given another's picture. `make evidence` writes `benchmarks/results/tiny_task.json` and
+every question given another's picture. `make bench-tiny` writes `benchmarks/results/tiny_task.json` and
 `docs/tiny_task.md`.
 """
 
@@ -99,7 +99,7 @@ def page(content: dict) -> str:
         [
             "# What the embedded recipes learn",
             "",
-            f"Made by `make evidence` from `benchmarks/results/tiny_task.json`; {content['versions']}; "
+            f"Made by `make bench-tiny` from `benchmarks/results/tiny_task.json`; {content['versions']}; "
             f"{content['machine']}.",
             "",
             "The task: a 32 x 32 picture of one to three equal shapes, in one of four colours; the answer is such as",

@@ -7,7 +7,9 @@ import string
 from pathlib import Path
 from typing import Any
 
+import cost_section
 import evidence_page
+from growth_page import growth_page
 
 from safe_trainers.catalogue import FOREIGN, own_entries
 from safe_trainers.catalogue_entry import Entry
@@ -36,38 +38,6 @@ def refusals_page() -> str:
         *(line for finding in WARNINGS.values() for line in _entry(finding)),
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def cost_page() -> str:
-    """The page of what the safe trainers cost, as it is written to `cost.md`."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text(encoding="utf-8"))
-    versions = ", ".join(f"{package} {number}" for package, number in measured["versions"].items())
-    rows = [
-        f"| {cell} | {quantity.replace('_', ' ')} | {ratio['median']:.3f} | {_range(ratio['quartiles'])} |"
-        for cell, quantities in measured["ratios"].items()
-        for quantity, ratio in quantities.items()
-    ]
-    return "\n".join(
-        [
-            "# What it costs",
-            "",
-            "Made from `benchmarks/results/step.json`, which `make bench` measures, by `make docs`.",
-            f"`{measured['command']}`; {versions}; {measured['machine']}.",
-            "",
-            "Each figure is a ratio of safe over stock in one run, the two alternating; the models have 0.1 to 0.25",
-            "million parameters and a step takes some 15 ms, so that what is constant shows most. A cell is family,",
-            "trainer, weights, flag, full or LoRA, beta.",
-            "",
-            "| cell | quantity | median | quartiles |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            "Where stock generates in float32 outside autocast (LoRA with float32 weights), a safe rollout computes",
-            "in bfloat16 as training does: on a CPU with models of this size that takes longer, which is what the",
-            "step of that cell shows. Larger models and GPUs have not been measured yet.",
-            "",
-        ]
-    )
 
 
 def metrics_page() -> str:
@@ -267,10 +237,6 @@ def _argument(action: argparse.Action) -> str:
     return f"`{words[0]}`".replace("|", "\\|")
 
 
-def _range(values: list[float]) -> str:
-    return " to ".join(f"{value:.3f}" for value in values)
-
-
 def _entry(finding: Finding) -> list[str]:
     return [f"### {finding.id}", "", f"- why: {_readable(finding.why)}", f"- fix: {_readable(finding.fix)}", ""]
 
@@ -282,11 +248,12 @@ def _readable(template: str) -> str:
 
 if __name__ == "__main__":
     Path(__file__).with_name("refusals.md").write_text(refusals_page(), encoding="utf-8")
-    Path(__file__).with_name("cost.md").write_text(cost_page(), encoding="utf-8")
     Path(__file__).with_name("metrics.md").write_text(metrics_page(), encoding="utf-8")
     Path(__file__).with_name("evidence.md").write_text(evidence_page.page(), encoding="utf-8")
     evidence_page.picture(Path(__file__).with_name("matrix.svg"))
+    cost_section.picture(Path(__file__).with_name("cost.svg"))
     Path(__file__).with_name("cli.md").write_text(cli_page(), encoding="utf-8")
     Path(__file__).with_name("mismatch.md").write_text(mismatch_page(), encoding="utf-8")
     mismatch_plot(Path(__file__).with_name("mismatch.png"))
     Path(__file__).with_name("errors.md").write_text(errors_page(), encoding="utf-8")
+    Path(__file__).with_name("growth.md").write_text(growth_page(), encoding="utf-8")

@@ -7,6 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import cost_section
+import expected
+
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "matrix.jsonl"
@@ -62,7 +65,13 @@ def page() -> str:
     lines = [
         "# Stock and safe, side by side",
         "",
-        "Made from `benchmarks/results/matrix.jsonl`, which `make bench-matrix` measures, by `make docs`.",
+        "What stock TRL does in the cells that users are in, what the safe trainers do there, and what it costs. Made by",
+        "`make evidence` from what was measured and committed, in `benchmarks/results/`; `make bench-all` measures all of",
+        "it again. Each section names its command, its versions and its machine.",
+        "",
+        "## The matrix",
+        "",
+        "Made from `benchmarks/results/matrix.jsonl`, which `make bench-matrix` measures.",
         f"`{heading['command']}`; {versions}; {heading['machine']}.",
         "",
         f"{len(rows)} cells of {len({row['family'] for row in rows})} families: trainer, weights, flag, full, LoRA or",
@@ -85,21 +94,21 @@ def page() -> str:
         counts = Counter(row[side]["outcome"] for row in rows)
         lines.append(f"| {side} | " + " | ".join(str(counts[outcome]) for outcome in COLOURS) + " |")
     lines += ["", "![outcomes of stock and safe by family, weights and flag](matrix.svg)", ""]
-    lines += ["## Where stock crashes", "", "| error | cells | families |", "|---|---|---|"]
+    lines += ["### Where stock crashes", "", "| error | cells | families |", "|---|---|---|"]
     crashes: dict[str, list[str]] = {}
     for row in rows:
         if row["stock"]["outcome"] in ("crashed", "refused"):
             crashes.setdefault(_kind(row["stock"]["message"]), []).append(row["family"])
     for message, families in sorted(crashes.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| `{message.replace('|', chr(92) + '|')}` | {len(families)} | {_some(families)} |")
-    lines += ["", "## Where stock trains something else", "", "| what | cells | families |", "|---|---|---|"]
+    lines += ["", "### Where stock trains something else", "", "| what | cells | families |", "|---|---|---|"]
     faults: dict[str, list[str]] = {}
     for row in rows:
         for fault in dict.fromkeys(map(_fault, row["stock"].get("faults", []))):
             faults.setdefault(fault, []).append(row["family"])
     for fault, families in sorted(faults.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {fault} | {len(families)} | {_some(families)} |")
-    lines += ["", "## What safe refuses", ""]
+    lines += ["", "### What safe refuses", ""]
     for found in sorted({found for row in rows for found in row["safe"].get("ids", [])}):
         cells = [row for row in rows if found in row["safe"].get("ids", [])]
         trained = [row["id"] for row in cells if row["stock"]["outcome"] == "trained"]
@@ -107,19 +116,41 @@ def page() -> str:
             f"stock trains {len(trained)} of them ({', '.join(trained)})" if trained else "stock trains none of them"
         )
         lines.append(f"- [`{found}`](refusals.md): {len(cells)} cells; {also}.")
+    lines += ["", *expected.section(rows), "", *cost_section.section(), *_trained_and_sampled()]
     unable = [(name, spec) for name, spec in _specs().items() if spec.not_in_stock]
     lines += ["", "## What is not in it", ""]
     lines += ["What TRL cannot train in any precision is no question of precision, and has no cells:", ""]
     lines += [f"- {name}, {task}: {why}" for name, spec in unable for task, why in spec.not_in_stock.items()]
     lines += [
         "",
-        "Not measured: CUDA and other devices, vLLM, several processes, other versions than those above, more than",
-        "one picture in a prompt, and the cells that the pairwise choice leaves out",
-        "(`python benchmarks/matrix.py --all`). Processors that need torchvision are assembled from parts that do",
+        "Not measured, in anything on this page: CUDA and other devices, real vLLM (a stand-in takes its place where",
+        "weights are pushed), and models larger than some ten million parameters. Not in the matrix: several processes",
+        "([distributed.md](distributed.md)), other versions ([versions.md](versions.md)), and the cells that the pairwise",
+        "choice leaves out (`python benchmarks/matrix.py --all`). Processors that need torchvision are assembled from parts that do",
         "not; `benchmarks/families/specs.py` says which.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _trained_and_sampled() -> list[str]:
+    """What the two other pages of measurements say, in a line each."""
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "mismatch.json").read_text(encoding="utf-8"))["rows"]
+    mean = {(row["sampler"], row["trainer"], row["length"]): row["logp_mismatch_mean"] for row in rows}
+    lengths = sorted({row["length"] for row in rows})
+    both = [mean["bf16", "bf16", n] / mean["fp16", "fp16", n] for n in lengths]
+    alone = [mean["bf16", "bf16", n] / mean["bf16", "fp16", n] for n in lengths]
+    return [
+        "## What training reaches, and how far sampler and trainer are apart",
+        "",
+        "- [The embedded picture task](tiny_task.md): stock and safe, in three precisions, with controls.",
+        f"- [Sampler and trainer, by dtype](mismatch.md): float16 on both sides is {min(both):.1f} to {max(both):.1f} times",
+        f"  nearer than bfloat16 on both, in the mean, at {lengths[0]} to {lengths[-1]:,} tokens; float16 in the trainer",
+        f"  alone, {min(alone):.2f} to {max(alone):.2f} times.",
+        "- [How construction and media grow](growth.md) to 100,000 tensors and 1,000 pictures.",
+        "",
+    ]
 
 
 def _some(names: list[str]) -> str:

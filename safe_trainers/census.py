@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from .dtypes import from_torch
-from .towers import FEATURE_METHODS, adapter_parameters, anatomy, floating_parameters, is_quantized, unwrap
+from .towers import (
+    FEATURE_METHODS,
+    adapter_parameters,
+    anatomy,
+    elements_of,
+    floating_parameters,
+    is_quantized,
+    unwrap,
+)
 
 
 BITSANDBYTES = "bitsandbytes"
@@ -92,26 +100,35 @@ def take_census(model: nn.Module) -> Census:
     elements: dict[str, Counter[str]] = {role: Counter() for role in ("weights", "adapters", "quantized", "buffers")}
     trainable: Counter[str] = Counter()
     trainable_names: dict[str, str] = {}
+    weights: set[int] = set()
     for name, parameter in model.named_parameters():
         dtype = from_torch(parameter.dtype)
         role = "quantized" if is_quantized(parameter) else "adapters" if id(parameter) in adapters else "weights"
-        elements[role][dtype] += parameter.numel()
+        if role == "weights":
+            weights.add(id(parameter))
+        elements[role][dtype] += elements_of(parameter)
         if parameter.requires_grad:
-            trainable[dtype] += parameter.numel()
+            trainable[dtype] += elements_of(parameter)
             trainable_names.setdefault(dtype, name)
     for buffer in model.buffers():
         elements["buffers"][from_torch(buffer.dtype)] += buffer.numel()
 
     parts = anatomy(model)
     base = unwrap(model)
-    embeddings = first_dtype(parts.embeddings) if parts.embeddings is not None else None
+
+    def dtypes(module: nn.Module) -> list[str]:
+        """What a part holds, each dtype once, in the order of its weights."""
+        held = (parameter.dtype for parameter in module.parameters() if id(parameter) in weights)
+        return [from_torch(dtype) for dtype in dict.fromkeys(held)]
+
+    towers = {name: dtypes(module) for name, module in parts.towers.items()}
     return Census(
         elements=elements,
         trainable=trainable,
         trainable_names=trainable_names,
-        embeddings=None if embeddings is None else from_torch(embeddings),
-        text=_dtypes(parts.text),
-        towers=tuple(_tower(name, module) for name, module in parts.towers.items()),
+        embeddings=next(iter(dtypes(parts.embeddings)), None) if parts.embeddings is not None else None,
+        text=frozenset(dtypes(parts.text)),
+        towers=tuple(Tower(name, next(iter(held), None), frozenset(held)) for name, held in towers.items()),
         features=tuple(name for name in FEATURE_METHODS if any(hasattr(c, name) for c in parts.containers)),
         quantization=quantization_method(base),
         attn_implementation=getattr(getattr(base, "config", None), "_attn_implementation", None),
@@ -166,12 +183,3 @@ def quantization_method(model: nn.Module) -> str | None:
         return name
     torchao = any(type(parameter).__module__.startswith("torchao.") for parameter in base.parameters())
     return "torchao" if torchao else None
-
-
-def _dtypes(module: nn.Module) -> frozenset[str]:
-    return frozenset(from_torch(parameter.dtype) for parameter in floating_parameters(module))
-
-
-def _tower(name: str, module: nn.Module) -> Tower:
-    first = first_dtype(module)
-    return Tower(name, None if first is None else from_torch(first), _dtypes(module))

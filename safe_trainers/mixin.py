@@ -136,7 +136,8 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         """Decides on the live model, refuses what cannot work, prepares the weights, and places the boundaries."""
         self._adapters_ready(model)
         device = self.precision_device(training_args)
-        counted = model_of(take_census(model), live=self._model_is_live)
+        census = take_census(model)
+        counted = model_of(census, live=self._model_is_live)
         self.precision_policy = resolve(flags_of(training_args, type(self)), device, counted)
         self.precision_policy.check()
         self.precision_preparation = prepare(
@@ -148,10 +149,10 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         )
         # DeepSpeed casts the weights when it is initialised, after the census.
         self._late_cast = getattr(training_args, "deepspeed_plugin", None) is not None
-        self._place_boundaries(model)
+        self._place_boundaries(model, take_census(model) if self.precision_preparation.casts else census)
 
-    def _place_boundaries(self, model: nn.Module) -> None:
-        self.precision_census = take_census(model)
+    def _place_boundaries(self, model: nn.Module, census: Census) -> None:
+        self.precision_census = census
         self.precision_settlement = settle(self.precision_policy, self.precision_census, self._late_cast)
         apply(self.precision_settlement, model)
 
@@ -179,7 +180,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         Where it does not, as little as possible is brought to one dtype; what still cannot compute is refused.
         """
         packed = has_packed_towers(model)
-        if not packed and not self._disagrees(model):
+        if not packed and not self._disagrees(model, self.precision_census):
             return
         columns = getattr(dataset, "column_names", None)
         if columns is None and isinstance(dataset, IterableDataset):
@@ -187,24 +188,26 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         media = processing_class if _MEDIA_COLUMNS & set(columns or ()) else None
         if packed and media is not None:
             refuse_packed_casts(model, media, self.media_keys, self.precision_policy.autocast.value)
-        done = self._make_meet(model, media)
+        done = self._make_meet(model, self.precision_census, media)
         if done is not None:
             self.precision_preparation = replace(self.precision_preparation, layout=done)
-            self._place_boundaries(model)
+            self._place_boundaries(model, take_census(model))
 
-    def _disagrees(self, model: nn.Module) -> bool:
+    def _disagrees(self, model: nn.Module, census: Census) -> bool:
         """Whether several dtypes may meet; LoRA's meet nothing, since PEFT casts what enters them."""
-        census, autocast = take_census(model), self.precision_policy.autocast.value
+        autocast = self.precision_policy.autocast.value
         others = {config.peft_type for config in getattr(model, "peft_config", {}).values()} - {"LORA"}
         dtypes = {*census.elements["weights"], *(census.elements["adapters"] if others else ())}
         if census.quantization is None and autocast != OFF and dtypes & HALVES:
             dtypes.add(autocast)  # what autocast computes meets weights that it does not cast
         return len(dtypes) > 1 and bool(dtypes & HALVES)
 
-    def _make_meet(self, model: nn.Module, processing_class: Any = None) -> layout.Reconciliation | None:
+    def _make_meet(
+        self, model: nn.Module, census: Census, processing_class: Any = None
+    ) -> layout.Reconciliation | None:
         """Makes a model compute whose weights disagree; `None` where they agree."""
-        weights, autocast = take_census(model).weights, self.precision_policy.autocast.value
-        if not self._disagrees(model):
+        weights, autocast = census.weights, self.precision_policy.autocast.value
+        if not self._disagrees(model, census):
             return None
         done = layout.reconcile(
             model,
@@ -291,25 +294,15 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
         for model in others:
             if isinstance(policy, type(model)):  # TRL makes references of the class that the config names
                 prepare_reference(model, self.precision_policy, fp32_patterns_of(self.args))
-            apply(self.precision_settlement_of(model), model)
-            self._make_meet(model)
+            census = take_census(model)
+            apply(settle(self.precision_policy, census, self.is_deepspeed_enabled), model)
+            self._make_meet(model, census)
         if getattr(self.args, "cast_lm_head_to_fp32", False):
             for model in (policy, *others):  # TRL's own head, which the autocast of a rollout would round again
                 base: Any = model
                 fp32_modules.without_autocast(base.get_output_embeddings())
         engines.compute_as_alone(self.model, self.accelerator)  # around the forward pass that TRL has replaced
         self._plan_report()
-
-    def precision_settlement_of(self, model: nn.Module) -> Settlement:
-        """What a second model of the run needs: a reference or a teacher.
-
-        Args:
-            model: The model.
-
-        Returns:
-            The settlement of this run's policy with that model's own census.
-        """
-        return settle(self.precision_policy, take_census(model), self.is_deepspeed_enabled)
 
     def _adapters_loaded(self, checkpoint: str) -> None:
         carry_out(self.model, self.precision_preparation.decisions)

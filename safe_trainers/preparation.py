@@ -38,6 +38,11 @@ class Preparation:
     fp32_modules: tuple[str, ...] = ()
     warnings: tuple[Problem, ...] = ()
 
+    @property
+    def casts(self) -> bool:
+        """Whether any weight may have another dtype than before."""
+        return self.quantized is not None or any(decision.source != decision.target for decision in self.decisions)
+
     def to_dict(self) -> dict[str, Any]:
         """The preparation as plain values, ready for JSON."""
         return {

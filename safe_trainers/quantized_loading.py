@@ -43,14 +43,13 @@ def missing_backend(model: Any, args: Any, quantization_config: Any = None) -> P
     Returns:
         The problem with the line to run; `None` where nothing asks for it, or where it can be imported.
     """
-    installed = _installed()
-    if not isinstance(model, str) or (installed is not None and Version(installed) >= Version(MINIMUM)):
+    asked = _asked(model, args, quantization_config) if isinstance(model, str) else ()
+    where = next((where for where, config in asked if _is_bitsandbytes(config)), None)
+    installed = None if where is None else _installed()
+    if where is None or (installed is not None and Version(installed) >= Version(MINIMUM)):
         return None
-    for where, config in _asked(model, args, quantization_config):
-        if _is_bitsandbytes(config):
-            state = "not installed" if installed is None else f"installed as {installed}, which is too old"
-            return refuse("bitsandbytes-missing", where, state=state, minimum=MINIMUM)
-    return None
+    state = "not installed" if installed is None else f"installed as {installed}, which is too old"
+    return refuse("bitsandbytes-missing", where, state=state, minimum=MINIMUM)
 
 
 def asked_quantization(model: Any, args: Any, quantization_config: Any = None) -> str | None:

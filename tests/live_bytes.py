@@ -22,9 +22,13 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._known: set[int] = set()
-        for tensor in watched:
-            self._watch(tensor)
+        self.watch(watched)
         self.now = self.peak = 0
+
+    def watch(self, tensors: Any) -> None:
+        """Counts tensors too that no operation has given back, as weights that were read from a file."""
+        for tensor in tensors:
+            self._watch(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

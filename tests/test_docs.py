@@ -22,7 +22,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("name", ["refusals", "cost", "metrics", "cli", "mismatch", "errors"])
+@pytest.mark.parametrize("name", ["refusals", "metrics", "cli", "mismatch", "errors", "growth"])
 def test_pages_that_are_made_are_up_to_date(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
@@ -48,13 +48,15 @@ def test_links_between_the_pages_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_page_and_the_picture_of_the_matrix_are_made_from_its_results(tmp_path, monkeypatch):
+def test_the_page_and_the_pictures_of_what_was_measured_are_made_from_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     import evidence_page
 
-    assert (ROOT / "docs" / "evidence.md").read_text() == evidence_page.page(), "run: make docs"
+    assert (ROOT / "docs" / "evidence.md").read_text() == evidence_page.page(), "run: make evidence"
     evidence_page.picture(tmp_path / "matrix.svg")
-    assert (ROOT / "docs" / "matrix.svg").read_text() == (tmp_path / "matrix.svg").read_text(), "run: make docs"
+    evidence_page.cost_section.picture(tmp_path / "cost.svg")
+    for name in ("matrix.svg", "cost.svg"):
+        assert (ROOT / "docs" / name).read_text() == (tmp_path / name).read_text(), "run: make evidence"
 
 
 def test_the_committed_matrix_has_no_safe_cell_that_is_not_right():

@@ -52,6 +52,16 @@ def test_outcomes_that_are_known(matrix, name, stock, said, safe):
     assert matrix.bad([row]) == []
 
 
+@pytest.mark.parametrize("family", ["aria", "llava", "qwen2_5_vl", "text"])
+def test_the_slice_has_no_safe_cell_that_is_not_right(matrix, family):
+    """Three minutes of the matrix: the modes in which faults are known, each cell stock and safe."""
+    assert family in matrix.SLICE
+    rows = [matrix.run_both(one) for one in matrix.the_slice() if one.family == family]
+    assert len(rows) >= 5
+    assert matrix.bad(rows) == []
+    assert {row["stock"]["outcome"] for row in rows} & {"crashed", "wrong"}  # the judgement can fail
+
+
 def test_what_must_not_be_is_found(matrix):
     made = {"id": "x", "stock": {"outcome": "trained"}}
     assert matrix.bad([{**made, "safe": {"outcome": "trained"}}]) == []

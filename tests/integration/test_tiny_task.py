@@ -22,7 +22,7 @@ def bench():
 
 def test_the_page_is_made_from_the_measurements():
     tiny_task = bench()
-    assert tiny_task.PAGE.read_text() == tiny_task.page(json.loads(tiny_task.RESULT.read_text())), "run: make evidence"
+    assert tiny_task.PAGE.read_text() == tiny_task.page(json.loads(tiny_task.RESULT.read_text())), "run: make bench-tiny"
 
 
 def test_the_committed_measurements_show_what_is_promised():

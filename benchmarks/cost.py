@@ -1,0 +1,453 @@
+"""What the safe trainers cost beside stock: time, memory, bytes of media, and how each grows.
+
+    python benchmarks/cost.py             # measures everything and writes benchmarks/results/cost.json
+    python benchmarks/cost.py --check     # measures again, fewer times, and fails outside the committed spread
+    python benchmarks/cost.py --only sync,import
+
+Every time is CPU time of one thread, so that what else runs on the machine disturbs it little, and every figure is a
+ratio of safe over stock of runs that alternate. Bytes are exact: the most bytes of tensors alive at one time, counted
+operation by operation, and the bytes of what a trainer moves to its device.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+os.environ.update(TOKENIZERS_PARALLELISM="false", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+warnings.simplefilter("ignore")
+
+RESULT = Path(os.environ.get("COST_OUT", Path(__file__).parent / "results" / "cost.json"))
+PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft", "accelerate")
+EXACT = ("peak", "media", "moved", "drift")
+"""Quantities that are counted and not timed: one measurement each, and no spread."""
+
+Point = dict[str, Any]
+
+
+# ---- One run of a trainer ----
+
+
+MOVING = {"_move", "_prepare_input", "send_to_device"}
+"""Functions that bring batches to the device: this package's, transformers' and accelerate's."""
+
+
+class Moved:
+    """The bytes of batches that are moved to a device while it is entered; what is there already is not moved again.
+
+    On a CPU nothing is copied. Which tensors are asked to be on the device is known all the same.
+    """
+
+    def __new__(cls) -> Any:
+        import torch
+        from torch.overrides import TorchFunctionMode
+
+        class Mode(TorchFunctionMode):
+            def __init__(self) -> None:
+                super().__init__()
+                self.bytes = 0
+                self._there: dict[int, Any] = {}
+
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                kwargs = kwargs or {}
+                result = func(*args, **kwargs)
+                named = any(isinstance(value, (str, torch.device)) for value in (*args[1:2], kwargs.get("device")))
+                if func is torch.Tensor.to and named and sys._getframe(1).f_code.co_name in MOVING:
+                    storage = args[0].untyped_storage()
+                    if self._there.get(storage._cdata) is None:
+                        self.bytes += args[0].nbytes
+                    for tensor in (args[0], result):
+                        self._there[tensor.untyped_storage()._cdata] = tensor  # held, so that no key is used twice
+                return result
+
+        return Mode()
+
+
+def prepared(point: Point) -> tuple[str, dict[str, Any]]:
+    """The task of a point, and everything that a trainer of it is built with."""
+    import cells
+    from peft import LoraConfig
+
+    point = {"steps_per_generation": 1, "images": 1, "tokens": None, "hidden": None, **point}
+    cell = cells.Cell(point["family"], point["task"], "bf16", "bf16", lora=point["kind"] == "lora")
+    changes: dict[str, Any] = {"steps": point["steps"], "logging_steps": point["steps"]}
+    if point["task"] == "grpo":
+        changes["steps_per_generation"] = point["steps_per_generation"]
+    arguments = cells.arguments(cell, cells.PLAIN[cell.task], **changes)
+    arguments["train_dataset"] = cells.dataset(cell.task, cell.family, rows=64)
+    if point["images"] > 1:
+        arguments["train_dataset"] = several_pictures(arguments["train_dataset"], point["images"])
+    if point["tokens"]:
+        import datasets
+
+        rows = [{"input_ids": [index + 5] * point["tokens"]} for index in range(64)]
+        arguments["train_dataset"] = datasets.Dataset.from_list(rows)
+    if point["hidden"]:
+        arguments["model"] = wide(point["hidden"])
+    if cell.lora:
+        arguments["peft_config"] = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    return cell.task, arguments
+
+
+def several_pictures(dataset: Any, images: int) -> Any:
+    """The same rows with several pictures in each prompt, which TRL puts before its text."""
+    return dataset.map(lambda row: {"images": [row["image"]] * images}).remove_columns("image")
+
+
+@functools.cache
+def wide(hidden: int) -> str:
+    """A saved Llama of four layers of a width."""
+    import cells
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source = cells.folder("text")
+    config = AutoConfig.from_pretrained(source)
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = hidden, 3 * hidden, 4
+    config.num_attention_heads = config.num_key_value_heads = hidden // 32
+    config.head_dim = 32
+    folder = Path(cells._root().name) / f"wide-{hidden}"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return str(folder)
+
+
+def construct(point: Point, safe: bool) -> Any:
+    """A trainer of a point."""
+    import cells
+
+    task, arguments = prepared(point)
+    return (cells.SAFE if safe else cells.STOCK)[task](**arguments)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what trainers print to themselves."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
+
+
+@quiet()
+def timed(point: Point, safe: bool) -> dict[str, float]:
+    """One run: CPU seconds of its construction, and of a step after the first window of rollouts."""
+    import cells
+    from transformers import TrainerCallback
+
+    task, arguments = prepared(point)
+    started = time.process_time()
+    trainer = (cells.SAFE if safe else cells.STOCK)[task](**arguments)
+    built = time.process_time() - started
+    marks: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            marks.append(time.process_time())
+
+    trainer.add_callback(Clock())
+    trainer.train()
+    window = point.get("steps_per_generation", 1)
+    return {"construction": built, "step": (marks[-1] - marks[window - 1]) / (len(marks) - window)}
+
+
+@quiet()
+def counted(point: Point, safe: bool) -> dict[str, float]:
+    """One run: the peak of its tensors' bytes, those of the buffered media, and those moved per step."""
+    from live_bytes import LiveBytes
+
+    from safe_trainers import MEDIA_KEYS
+
+    prepared(point | {"steps": 2})  # what is made once, files and caches, is made before anything is counted
+    with LiveBytes() as live:
+        trainer = construct(point | {"steps": 2}, safe)
+        live.watch((*trainer.model.parameters(), *trainer.model.buffers()))
+        trainer.train()
+    found = {"peak": float(live.peak)}
+    buffered = getattr(trainer, "_buffered_inputs", None) or []
+    media = sum(v.nbytes for batch in buffered for k, v in batch.items() if k in MEDIA_KEYS)
+    if media:
+        found["media"] = float(media)
+    steps = 2 * point.get("steps_per_generation", 1)
+    trainer = construct(point | {"steps": steps}, safe)
+    with Moved() as moved:
+        trainer.train()
+    found["moved"] = moved.bytes / steps
+    return found
+
+
+# ---- What is measured ----
+
+CELLS = [
+    {"family": family, "task": task, "kind": kind}
+    for family in ("text", "llava")
+    for task in ("sft", "grpo")
+    for kind in ("full", "lora")
+]
+PICTURES = {"family": "llava", "task": "grpo", "kind": "lora"}
+TEXT = {"family": "text", "task": "sft", "kind": "lora"}
+SERIES: dict[str, tuple[str, Point, tuple[int, ...]]] = {
+    "images per prompt": ("images", PICTURES, (1, 2, 4, 8)),
+    "steps per generation": ("steps_per_generation", PICTURES, (1, 2, 4, 8)),
+    "tokens per sequence": ("tokens", TEXT, (64, 256, 1024)),
+    "hidden size": ("hidden", TEXT, (64, 128, 256, 512, 1024)),
+}
+
+
+def compare(point: Point, repetitions: int) -> dict[str, Any]:
+    """Every quantity of a point: the ratios of safe over stock, and stock's own median or bytes."""
+    for safe in (False, True):
+        timed(point | {"steps": 2 * point.get("steps_per_generation", 1)}, safe)  # caches and imports
+    times = alternate(functools.partial(timed, point), repetitions)
+    exact = {safe: counted(point, safe) for safe in (False, True)}
+    for name, stock in exact[False].items():
+        times[name] = {"stock": stock, "ratios": [exact[True][name] / stock]}
+    return times
+
+
+def alternate(run: Callable[[bool], Mapping[str, float]], repetitions: int) -> dict[str, Any]:
+    """Runs stock and safe by turns; who is first alternates.
+
+    Args:
+        run: Runs one of them, safe or not, and gives its quantities.
+        repetitions: How often.
+
+    Returns:
+        For each quantity stock's median, and the ratios of safe over stock.
+    """
+    runs: list[dict[bool, Mapping[str, float]]] = []
+    for repetition in range(repetitions):
+        runs.append({safe: run(safe) for safe in ((False, True) if repetition % 2 else (True, False))})
+    return {
+        name: {
+            "stock": statistics.median(one[False][name] for one in runs),
+            "ratios": [one[True][name] / one[False][name] for one in runs],
+        }
+        for name in runs[0][False]
+    }
+
+
+def measure_cells(repetitions: int) -> dict[str, Any]:
+    """Text and pictures, SFT and GRPO, full and LoRA."""
+    found = {}
+    for point in CELLS:
+        found[" ".join(point.values())] = compare(point | {"steps": 24}, repetitions)
+        said("cells", *point.values())
+    return found
+
+
+def measure_growth(repetitions: int) -> dict[str, Any]:
+    """How the ratios change as runs get larger."""
+    found: dict[str, Any] = {}
+    for name, (axis, point, values) in SERIES.items():
+        found[name] = {}
+        for value in values:
+            large = value >= 512
+            found[name][str(value)] = compare(point | {axis: value, "steps": 8 if large else 16}, repetitions)
+            said(name, value)
+    return found
+
+
+def measure_sync(repetitions: int) -> dict[str, Any]:
+    """What TRL does with a model at each weight sync, without the sending; the base's drift after a hundred."""
+    import torch
+    from test_sync import walk
+    from test_sync import wide as adapted
+
+    from safe_trainers.sync import AdapterSync
+
+    found = {}
+    for hidden in (64, 128, 256, 512, 1024):
+        torch.manual_seed(0)
+        model = adapted(hidden=hidden)
+        sync = AdapterSync(model, torch.bfloat16)
+
+        def run(safe: bool, model: Any = model, sync: Any = sync) -> dict[str, float]:
+            started = time.process_time()
+            for _ in range(3):
+                walk(model, sync if safe else None)
+            return {"time": (time.process_time() - started) / 3}
+
+        run(True), run(False)
+        found[f"hidden size {hidden}"] = alternate(run, 3 * repetitions)
+        drifts = []
+        for mine in (None, sync):
+            model = adapted(hidden=hidden)
+            sync = AdapterSync(model, torch.bfloat16)
+            before = {n: p.detach().double() for n, p in model.named_parameters() if "base_layer" in n}
+            for _ in range(100):
+                walk(model, None if mine is None else sync)
+            after = dict(model.named_parameters())
+            drifts.append(max((after[n].double() - old).abs().max().item() for n, old in before.items()))
+        found[f"hidden size {hidden}"]["drift"] = {"stock": drifts[0], "ratios": [drifts[1] / drifts[0]]}
+        said("sync", hidden)
+    return found
+
+
+IMPORTS = {
+    False: "from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer",
+    True: "from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, SafeSFTConfig, SafeSFTTrainer",
+}
+"""What a script begins with, stock and safe."""
+_CLOCK = "import time; begun = time.process_time(); {}; print(time.process_time() - begun)"
+
+
+def measure_import(repetitions: int) -> dict[str, Any]:
+    """The import of a script's trainers, in fresh processes."""
+
+    def run(safe: bool) -> dict[str, float]:
+        return {"time": float(fresh("-c", _CLOCK.format(IMPORTS[safe])))}
+
+    run(True), run(False)
+    return {"two trainers": alternate(run, repetitions)}
+
+
+def measure_process(repetitions: int) -> dict[str, Any]:
+    """Whole processes: import, construction and steps, CPU time and the most memory that was resident."""
+    found = {}
+    for point in (CELLS[0], CELLS[-1]):
+        asked = point | {"steps": 50}
+
+        def run(safe: bool, asked: Point = asked) -> dict[str, float]:
+            given = json.dumps({"point": asked, "safe": safe})
+            return dict(json.loads(fresh(__file__, "--process", given)))
+
+        found[" ".join(point.values())] = alternate(run, repetitions)
+        said("process", *point.values())
+    return found
+
+
+def fresh(*argv: str) -> str:
+    """The last line that a new Python process prints."""
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=True)
+    return done.stdout.strip().splitlines()[-1]
+
+
+def whole_process(given: str) -> None:
+    """What `measure_process` starts: imports what is asked for alone, runs, and prints what the process took."""
+    asked = json.loads(given)
+    __import__(IMPORTS[asked["safe"]].split()[1])
+    trainer = construct(asked["point"], asked["safe"])
+    trainer.train()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(json.dumps({"time": used.ru_utime + used.ru_stime, "resident": used.ru_maxrss * 1024.0}))
+
+
+SECTIONS: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
+    "cells": (measure_cells, 11),
+    "growth": (measure_growth, 7),
+    "sync": (measure_sync, 7),
+    "import": (measure_import, 9),
+    "process": (measure_process, 7),
+}
+"""Each with how often it is repeated."""
+
+
+# ---- Results ----
+
+
+def said(*what: Any) -> None:
+    """Tells how far it is."""
+    print(*what, file=sys.stderr)
+
+
+def leaves(content: Mapping[str, Any], *path: str) -> Iterable[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Every figure of a file of results, with where it stands.
+
+    Args:
+        content: A file's sections, or a part of them.
+        *path: Where that stands itself.
+
+    Yields:
+        The path, and stock's own value with the ratios.
+    """
+    for name, value in content.items():
+        if "ratios" in value:
+            yield (*path, name), value
+        else:
+            yield from leaves(value, *path, name)
+
+
+def outside(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Which medians are outside what the committed repetitions spread over; exact quantities have to be the same.
+
+    Args:
+        committed: The sections of the committed file.
+        now: Those that were measured again.
+    """
+    known = dict(leaves(committed))
+    found = []
+    for path, value in leaves(now):
+        name = ", ".join(path)
+        if path not in known:
+            found.append(f"{name}: not in the committed results")
+            continue
+        ratios, median = known[path]["ratios"], statistics.median(value["ratios"])
+        low, high = min(ratios), max(ratios)
+        if not low <= median <= high:
+            found.append(f"{name}: {median:.3f} is outside {low:.3f} to {high:.3f}")
+    return found
+
+
+def main() -> int:
+    """Measures what was asked for; writes it, or compares it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"some of {', '.join(SECTIONS)}, separated by commas; the others are kept")
+    parser.add_argument("--check", action="store_true", help="compare with the committed results, write nothing")
+    parser.add_argument("--repetitions", type=int, help="of each comparison, instead of 7 to 11")
+    parser.add_argument("--process", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.process:
+        whole_process(options.process)
+        return 0
+    names = options.only.split(",") if options.only else list(SECTIONS)
+    started, now = time.perf_counter(), {}
+    for name in names:
+        run, usual = SECTIONS[name]
+        now[name] = run(options.repetitions or (7 if options.check else usual))
+    committed = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {"sections": {}}
+    if options.check:
+        problems = outside(committed["sections"], now)
+        print(*problems, f"{len(list(leaves(now)))} figures, {len(problems)} outside their spread", sep="\n")
+        return bool(problems)
+    content = {
+        "command": "python benchmarks/cost.py",
+        "versions": {package: version(package) for package in PACKAGES},
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "minutes": round((time.perf_counter() - started) / 60, 1),
+        "sections": {name: now.get(name) or committed["sections"].get(name) for name in SECTIONS},
+    }
+    RESULT.write_text(json.dumps(rounded(content), indent=1) + "\n", encoding="utf-8")
+    for path, value in leaves(now):
+        print(f"{', '.join(path)}: {statistics.median(value['ratios']):.3f}")
+    return 0
+
+
+def rounded(value: Any) -> Any:
+    """The same with numbers of five digits."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

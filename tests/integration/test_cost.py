@@ -1,0 +1,78 @@
+"""The benchmark of what the safe trainers cost counts what it says, and its guard can fail."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def cost(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    # What the benchmark sets for its own process is put back after the test.
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    import cost
+
+    return cost
+
+
+def test_bytes_are_those_of_the_tensors(cost):
+    point = {"family": "llava", "task": "grpo", "kind": "lora", "images": 2}
+    stock, safe = (cost.counted(point, mine) for mine in (False, True))
+    pictures, side = 4 * 2, 32
+    assert stock["media"] == pictures * 3 * side * side * 4
+    assert safe["media"] == stock["media"] / 2
+    # Pictures, ids and masks in float32 and int64; each batch of rollouts is moved for generation and for scoring.
+    assert stock["moved"] - safe["moved"] == stock["media"] / 2
+    assert stock["peak"] > stock["media"]
+
+
+def test_steps_of_a_window_are_counted_together(cost):
+    found = cost.timed(
+        {"family": "llava", "task": "grpo", "kind": "lora", "steps_per_generation": 2, "steps": 4}, True
+    )
+    assert found["step"] > 0
+    assert found["construction"] > 0
+
+
+def test_runs_alternate(cost):
+    order = []
+
+    def run(safe):
+        order.append(safe)
+        return {"time": 3.0 if safe else 2.0}
+
+    assert cost.alternate(run, 3) == {"time": {"stock": 2.0, "ratios": [1.5, 1.5, 1.5]}}
+    assert order == [True, False, False, True, True, False]
+
+
+def test_the_guard_finds_what_is_outside(cost):
+    committed = {"cells": {"text": {"step": {"stock": 1.0, "ratios": [0.98, 1.0, 1.02]}}}}
+
+    def now(*ratios):
+        return {"cells": {"text": {"step": {"stock": 1.0, "ratios": list(ratios)}}}}
+
+    assert cost.outside(committed, now(0.9, 1.01, 1.3)) == []  # the median counts
+    (slower,) = cost.outside(committed, now(1.03, 1.03, 1.03))
+    assert slower == "cells, text, step: 1.030 is outside 0.980 to 1.020"
+    assert len(cost.outside(committed, now(0.9))) == 1
+    assert cost.outside({"cells": {}}, now(1.0)) == ["cells, text, step: not in the committed results"]
+
+
+def test_what_was_measured_is_what_is_promised(cost):
+    sections = json.loads((ROOT / "benchmarks" / "results" / "cost.json").read_text())["sections"]
+    figures = {path: statistics.median(value["ratios"]) for path, value in cost.leaves(sections)}
+    times = [len(value["ratios"]) for path, value in cost.leaves(sections) if path[-1] not in cost.EXACT]
+    assert min(times) >= 7
+    assert {value for path, value in figures.items() if path[-1] == "media"} == {0.5}
+    assert {value for path, value in figures.items() if path[-1] == "drift"} == {0.0}
+    assert all(value <= 1.0 for path, value in figures.items() if path[-1] == "moved")
+    assert figures["import", "two trainers", "time"] <= 1.1
