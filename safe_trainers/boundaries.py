@@ -24,6 +24,7 @@ MATMUL_LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttenti
 NORM_LEAVES = (nn.LayerNorm, nn.GroupNorm)
 """Modules that scale their input: half weights fail with any other dtype, float32 weights on some devices."""
 
+_LEAVES = (*MATMUL_LEAVES, *NORM_LEAVES)
 _MARK = "_safe_trainers_boundary"
 
 
@@ -131,7 +132,7 @@ def _own_weight(leaf: nn.Module) -> torch.Tensor | None:
     """The floating weight that a leaf multiplies its input with, `None` where the module is no such leaf."""
     if isinstance(leaf, nn.MultiheadAttention):
         return leaf.in_proj_weight if leaf.in_proj_weight is not None else leaf.q_proj_weight
-    weight = leaf.weight if isinstance(leaf, (*MATMUL_LEAVES, *NORM_LEAVES)) else None
+    weight = leaf.weight if isinstance(leaf, _LEAVES) else None
     return weight if isinstance(weight, torch.Tensor) else None
 
 
