@@ -64,6 +64,12 @@ REFUSALS = index(
         "let {function} return a finite number, or None where it does not apply",
     ),
     Finding(
+        "reward-weights-not-finite",
+        "TRL adds up the rewards times their weights and leaves out what is no number: with NaN a function counts for "
+        "nothing, and with infinity for everything.",
+        "`reward_weights=[{fix}]`",
+    ),
+    Finding(
         "importance-weights-not-finite",
         "they are made from the sampler's log-probabilities, of which one was {what}: the loss would be no number, "
         "and after one step no weight.",

@@ -15,6 +15,7 @@ one is left out of the completion's sum.
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -334,6 +335,21 @@ def _with_finite_weights(batch: Any) -> Any:
         what, fix = "missing", "`vllm_importance_sampling_correction=False`, or pip install 'trl>=1.16'"
     given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
     raise PrecisionError([refuse("importance-weights-not-finite", given, what=what, fix=fix)])
+
+
+def check_reward_weights(args: Any) -> None:
+    """Refuses weights of rewards that are no finite numbers.
+
+    Args:
+        args: The training arguments.
+
+    Raises:
+        PrecisionError: If there is one.
+    """
+    weights = getattr(args, "reward_weights", None) or []
+    if not all(map(math.isfinite, weights)):
+        fix = ", ".join("1.0" if not math.isfinite(weight) else f"{weight!r}" for weight in weights)
+        raise PrecisionError([refuse("reward-weights-not-finite", f"reward_weights={weights!r}", fix=fix)])
 
 
 def limits_of(args: Any) -> Limits | None:

@@ -50,7 +50,7 @@ from .dtypes import HALVES
 from .errors import PrecisionError, PrecisionWarning, refuse
 from .media import MediaCaster, has_packed_towers, refuse_packed_casts
 from .media_inputs import MediaInputs
-from .metrics import MismatchMetrics
+from .metrics import MismatchMetrics, check_reward_weights
 from .policy import OFF, PrecisionPolicy, resolve
 from .preparation import Preparation, prepare, prepare_reference
 from .probing import cannot_meet, failure
@@ -287,6 +287,7 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
                 raise PrecisionError(found)
             choose_load_dtype(arguments, declared)
             spell_dtype_as_trl_does(arguments["args"])
+        check_reward_weights(arguments.get("args"))
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
         with construction(type(self), arguments.get("model"), self._head_is_float32) as self._adapter_guard:
             super().__init__(**arguments)

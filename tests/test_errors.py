@@ -51,6 +51,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "adapter-dtype-cannot-be-scaled",
         "adapters-not-captured",
         "infinite-rewards",
+        "reward-weights-not-finite",
         "importance-weights-not-finite",
         "loss-scale-out-of-range",
         "steps-out-of-range",

@@ -617,6 +617,25 @@ def test_an_infinite_reward_is_refused_where_stock_trains_on(task, value):
     assert "let length_ratio return a finite number" in str(refused.value)
 
 
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_reward_weight_that_is_no_number_is_refused_where_stock_trains_on(weight):
+    cell = Cell("text", "grpo", "fp32", None)
+    made = cells.arguments(cell, cells.PLAIN["grpo"], reward_weights=[2.0, weight])
+    first = rewards(1.0, set())
+    first.__name__ = "first"
+    made["reward_funcs"] = [first, cells.token_reward]
+    stock = cells.STOCK["grpo"](**made)
+    stock.train()
+    seen = {entry["reward"] for entry in logged(stock)}
+    expected = {2.0 * entry["rewards/first/mean"] for entry in logged(stock)} if math.isnan(weight) else {math.inf}
+    assert seen == expected  # the second function counts for nothing, or alone
+    reset_accelerate()
+    with pytest.raises(PrecisionError, match="reward-weights-not-finite") as refused:
+        cells.SAFE["grpo"](**made)
+    assert f"reward_weights=[2.0, {weight}]" in str(refused.value)
+    assert "`reward_weights=[2.0, 1.0]`" in str(refused.value)
+
+
 # ---- What it shows ----
 
 
