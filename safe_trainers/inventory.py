@@ -97,10 +97,12 @@ def take_inventory(model: nn.Module, circumstances: Circumstances, name: str | N
                 continue
             seen.add(id(parameter))
             part, held, compute = name or place_part, from_torch(parameter.dtype), None
-            if is_quantized(parameter):
-                kind = type(module)
+            kind = type(module)
+            # FSDP2 makes a plain parameter of a packed one, and leaves its state with the layer.
+            sharded = own == "weight" and hasattr(parameter, "to_local") and bits(module) == 4
+            if sharded or is_quantized(parameter):
                 width = widths[kind] if kind in widths else widths.setdefault(kind, bits(module))
-                state = getattr(parameter, "quant_state", None)
+                state = getattr(module if sharded else parameter, "quant_state", None)
                 held, compute = f"{_format(parameter, state, width)} in {held}", _computes_in(module, width)
                 elements, size = _packed_size(parameter, state, module, width)
             else:

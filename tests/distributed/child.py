@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import accelerate.state
 import torch
 import transformers.training_args
 from accelerate.utils import DistributedType
+from transformers import BitsAndBytesConfig, TrainerCallback
 
 
 ENGINE = ""
@@ -76,6 +78,19 @@ def poison(trainer: Any) -> None:
     trainer.compute_loss = compute_loss
 
 
+def die(trainer: Any, step: int) -> None:
+    """Kills this process in a step, while others wait for its gradients."""
+    compute = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = compute(*args, **kwargs)
+        if trainer.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    trainer.compute_loss = compute_loss
+
+
 def inputs_of(trainer: Any) -> dict[str, list[str]]:
     """The dtypes of the floating tensors that losses are computed from, filled while it trains."""
     compute, found = trainer._compute_loss, {}
@@ -105,7 +120,10 @@ def run(
     wrap: str | None = None,
     ragged: bool = False,
     infinite: int | None = None,
-    resume: str | None = None,
+    resume: str | bool | None = None,
+    killed_in: int | None = None,
+    fails: bool = False,
+    packed: str | None = None,
     watch_inputs: bool = False,
     refused: bool = False,
     **changes: Any,
@@ -127,7 +145,10 @@ def run(
         wrap: The layers that FSDP shards one by one, by their class.
         ragged: Whether pictures have sizes of their own.
         infinite: The process whose loss is infinite in the first step.
-        resume: The checkpoint to go on from.
+        resume: The checkpoint to go on from; `True` for the newest complete one in `folder`.
+        killed_in: The step, counted from 0, in which the last process is killed, between forward and backward pass.
+        fails: Whether training stops with an error, in all processes alike; what it says is what came of it.
+        packed: The dtype that 4-bit weights are stored in; by default nothing is quantised.
         watch_inputs: Whether to note the dtypes of what a loss is computed from.
         refused: Whether the trainer cannot be built; what it says is what came of it.
         **changes: More training arguments.
@@ -162,6 +183,10 @@ def run(
             made["train_dataset"] = made["train_dataset"].map(told_apart, with_indices=True)
         if ragged:
             made["train_dataset"] = made["train_dataset"].map(resized, with_indices=True)
+        if packed is not None:
+            made["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=getattr(torch, packed)
+            )
         made_of = trainer_class(task, safe, pinned)
         if flag == "fp16":
             made_of = fp16_on_cpu(made_of)
@@ -176,18 +201,23 @@ def run(
         trainer.add_callback(watch)
         if infinite == rank:
             poison(trainer)
+        if killed_in is not None and rank == world - 1:
+            die(trainer, killed_in)
         if watch_inputs:
             watch.found["inputs"] = inputs_of(trainer)
-        trainer.train(resume_from_checkpoint=resume)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except RuntimeError as error:
+            if fails:
+                cells.reset_autocast()
+                return {"error": str(error)}
+            raise
         if watch_inputs:
             names = ("advantages", "old_per_token_logps", "second_per_grid_ts")
             prepared = trainer._prepare_input({name: torch.ones(2, 3) for name in names})
             watch.found["prepared"] = {name: str(value.dtype) for name, value in prepared.items()}
         report = trainer.precision_report.to_dict() if safe else None
         return {**facts(trainer), **watch.found, "logs": trainer.state.log_history, "report": report}
-
-
-from transformers import TrainerCallback  # noqa: E402
 
 
 class Watch(TrainerCallback):

@@ -1,6 +1,9 @@
 """Two real processes under DDP and FSDP2 compute what a single one does; stock FSDP2 does not."""
 
+import importlib.util
 import itertools
+import signal
+import time
 
 import processes
 import pytest
@@ -16,14 +19,23 @@ ALIKE = {
 """What a single process does too, on the same rows."""
 QWEN = {"family": "qwen2_5_vl", "wrap": "Qwen2_5_VLVisionBlock,Qwen2_5_VLDecoderLayer", "ragged": True}
 ENDS_AT_ONCE = {"generation_kwargs": {"eos_token_id": list(range(421))}}
+QLORA = {**ADAPTER, "packed": "bfloat16", "steps": 2}
 TOGETHER = {
     "sft bf16": {"flag": "bf16", "steps": 2},
     "fp16": {"flag": "fp16", "steps": 3, "infinite": 1},
+    "qlora": QLORA,
     "rollout": {"task": "grpo", "steps": 2, **ADAPTER, **QWEN, "by_rank": [ENDS_AT_ONCE, {}],
                 "max_completion_length": 8, "precision_report": "file"},
 }  # fmt: skip
 """What only several processes do, or what they are compared with each other in."""
-STOCK = {"stock": {**ALIKE["grpo bf16"], "safe": False}, "half": {"flag": "bf16", "weights": "bf16", "steps": 1}}
+STOCK = {
+    "stock": {**ALIKE["grpo bf16"], "safe": False},
+    "half": {"flag": "bf16", "weights": "bf16", "steps": 1},
+    # Stock's engine casts weights that are packed into float32 numbers: none of their bytes is left.
+    "qlora float32": {**QLORA, "packed": "float32"},
+    "qlora uint8": {**QLORA, "packed": "uint8"},
+    "stock qlora": {**QLORA, "packed": "float32", "safe": False, "fails": True},  # last: what it leaves is not clean
+}
 
 
 def saving(folder):
@@ -33,6 +45,11 @@ def saving(folder):
         # In the middle of a generation window.
         "resumed": {**run, "resume": str(folder / "checkpoint-2")},
     }
+
+
+if importlib.util.find_spec("bitsandbytes") is None:
+    TOGETHER.pop("qlora")
+    STOCK = {name: settings for name, settings in STOCK.items() if "packed" not in settings}
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +90,13 @@ def distance(found, wanted):
 @ENGINES
 def test_what_runs_is_what_was_launched(engine, together):
     """Launch lines that are nearly right run one process, or DDP, and say nothing."""
-    for part in together(engine).results[0]:
+    for part in together(engine).results[0].keys() - {"stock qlora"}:
         for found in together(engine).found(part):
             assert found["world"] == found["processes"] == 2
             assert found["type"] == DISTRIBUTED_TYPES[engine]
+            if part == "qlora uint8":  # integers cannot be sharded: accelerate leaves the packed weights whole
+                assert 0 < found["dtensors"] < found["parameters"]
+                continue
             assert found["dtensors"] == (found["parameters"] if engine in SHARDED else 0)
             share = found["local"] / found["elements"]
             assert share == pytest.approx(0.5, abs=0.02) if engine in SHARDED else share == 1.0
@@ -146,7 +166,7 @@ def test_pictures_and_completions_of_unequal_sizes_do_not_lock(engine, together)
 
 @ENGINES
 def test_metrics_are_of_all_processes(engine, alone, together):
-    for part in together(engine).results[0]:
+    for part in together(engine).results[0].keys() - {"stock qlora"}:
         one, other = together(engine).found(part)
         for mine, theirs in itertools.zip_longest(one["logs"], other["logs"]):
             ours = [{key: log[key] for key in log if key.startswith("precision/")} for log in (mine, theirs)]
@@ -164,10 +184,10 @@ def test_metrics_are_of_all_processes(engine, alone, together):
 def test_one_report_per_run_which_names_the_engine(engine, together):
     runs = together(engine)
     shown = [text.count("precision report: Safe") for text in runs.stderr]
-    quiet = {"rollout", "stock"}
-    assert shown == [len(runs.results[0].keys() - quiet), 0]
+    stock = {"stock", "stock qlora"}
+    assert shown == [len(runs.results[0].keys() - stock - {"rollout"}), 0]
     name = {"ddp": "DDP", "fsdp2": "FSDP2"}[engine]
-    for part in runs.results[0].keys() - {"stock"}:
+    for part in runs.results[0].keys() - stock:
         report = runs.found(part)[0]["report"]
         assert report["facts"]["engine"] == f"{name}, 2 processes"
         assert [verdict["level"] for verdict in report["verdicts"]].count("ok") == 1, report["verdicts"]
@@ -180,6 +200,46 @@ def test_trainables_that_accelerate_widens_are_planned_wide(together):
         assert found["trained_dtypes"] == ["torch.float32"]
         changed = found["report"]["tables"]["changed from stock"]
         assert any("what FSDP2 trains under autocast" in row["why"] for row in changed)
+
+
+@pytest.mark.skipif("qlora" not in TOGETHER, reason="bitsandbytes is not installed here")
+@pytest.mark.parametrize("part", ["qlora", "qlora float32", "qlora uint8"])
+def test_qlora_under_fsdp2_is_ddps(part, together):
+    (ddp, _), (fsdp2, _) = together("ddp").found("qlora"), together("fsdp2").found(part)
+    assert fsdp2["losses"] == ddp["losses"]
+    assert fsdp2["sums"] == pytest.approx(ddp["sums"], rel=1e-5)
+    held = {row["parameters"] for row in fsdp2["report"]["tables"]["module groups"]}
+    assert f"nf4 in {QLORA['packed'] if part == 'qlora' else part.split()[1]}" in held
+
+
+@pytest.mark.skipif("qlora" not in TOGETHER, reason="bitsandbytes is not installed here")
+def test_stock_fsdp2_casts_packed_numbers(together):
+    for found in together("fsdp2").found("stock qlora"):
+        assert "is invalid for input of size" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "task"),
+    [("ddp", "sft"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("fsdp2", "sft"), ("fsdp2", "grpo")))],
+)
+def test_a_process_that_is_killed_in_a_step_ends_the_run_which_resumes(task, engine, tmp_path):
+    run = {"task": task, "steps": 4, "save_strategy": "steps", "save_steps": 1, "folder": str(tmp_path / "saved")}
+    (tmp_path / "killed").mkdir()
+    with processes.started(engine, {"run": {**run, "killed_in": 2}}, tmp_path / "killed") as running:
+        running.processes[1].wait(timeout=120)
+        killed = time.monotonic()
+        ended = running.wait(timeout=60)  # no launcher helps
+    assert ended.statuses[1] == -signal.SIGKILL
+    assert ended.statuses[0] not in (0, -signal.SIGKILL)
+    assert time.monotonic() - killed < 60
+    assert ended.results == [None, None]
+    assert sorted(path.name for path in (tmp_path / "saved").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    parts = {"resumed": {**run, "resume": True}, "whole": {**run, "folder": None, "save_strategy": "no"}}
+    both = processes.run(engine, parts, tmp_path / "again")
+    for resumed, whole in zip(both.found("resumed"), both.found("whole"), strict=True):
+        assert resumed["losses"] == whole["losses"]
+        assert len(whole["losses"]) == 4
+        assert resumed["sums"] == whole["sums"]
 
 
 @ENGINES
