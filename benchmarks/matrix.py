@@ -52,6 +52,8 @@ def every_cell(chosen: Iterable[str] | None = None) -> list[Any]:
 
     cells = []
     for family in chosen or families.FAMILIES:
+        if family in families.ABSENT:
+            continue
         tasks = (*families.TASKS, "reward") if family in families.TEXT_FAMILIES else families.TASKS
         for task, weights, flag, kind in itertools.product(tasks, DTYPES, FLAGS, KINDS):
             cells += [
@@ -122,6 +124,13 @@ def versions() -> dict[str, str]:
     return {package: version(package) for package in PACKAGES}
 
 
+def absent_families() -> dict[str, str]:
+    """Families that the installed transformers cannot build, and why."""
+    import families
+
+    return dict(families.ABSENT)
+
+
 def read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The heading of a results file and its rows; both empty where there is none."""
     if not file.is_file():
@@ -148,6 +157,7 @@ def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]
         "command": "python benchmarks/matrix.py",
         "versions": versions(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **({"absent": absent} if (absent := absent_families()) else {}),
     }
     found = {row["id"]: row for row in rows}
     todo = [cell for cell in cells if cell.id not in found]

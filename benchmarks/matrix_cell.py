@@ -7,6 +7,7 @@ itself.
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import tempfile
 import time
@@ -212,12 +213,16 @@ def build(cell: Cell, safe: bool, **changes: Any) -> Any:
         targets = spec.lora_targets if isinstance(spec.lora_targets, str) else list(spec.lora_targets)
         made["peft_config"] = LoraConfig(r=4, target_modules=targets, **task_type)
     if cell.kind == "4bit":
-        made["quantization_config"] = BitsAndBytesConfig(
+        quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=DTYPES[cell.weights],
             llm_int8_skip_modules=list(cell.spared) or None,
         )
+        if "quantization_config" in inspect.signature(trl.SFTTrainer.__init__).parameters:
+            made["quantization_config"] = quantization
+        else:  # before TRL 1.8
+            made["args"].model_init_kwargs["quantization_config"] = quantization
     if cell.task in ("grpo", "rloo"):
         made["reward_funcs"] = reward
     chosen = getattr(safe_trainers, f"Safe{name}Trainer") if safe else getattr(trl, f"{name}Trainer")

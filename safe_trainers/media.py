@@ -224,8 +224,13 @@ def _feature_method(model: nn.Module, name: str, key: str) -> Callable[..., Any]
 
 
 def _accepted(function: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    names = inspect.signature(function).parameters
-    return {name: value for name, value in batch.items() if name in names}
+    """What a feature method takes of a batch. What it demands besides, as Llama4's in transformers 4, is the config's."""
+    parameters = inspect.signature(function).parameters
+    config = getattr(getattr(function, "__self__", None), "config", None)
+    places = (config, getattr(config, "vision_config", None))
+    demanded = (n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)
+    settings = {n: getattr(place, n) for n in demanded for place in places if hasattr(place, n)}
+    return {**settings, **{name: value for name, value in batch.items() if name in parameters}}
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ from .reports import PrecisionReports
 from .rollout import AlignedRollouts
 from .sampled import SampledRollouts
 from .settlement import Settlement, apply, settle
-from .signatures import by_name, default_output_dir, signature_of
+from .signatures import as_taken, by_name, default_output_dir, signature_of
 from .towers import unwrap
 
 
@@ -274,7 +274,8 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         mro = type(self).__mro__
-        arguments = by_name(signature_of(mro[mro.index(PrecisionMixin) + 1 :]), args, kwargs)
+        signature = signature_of(mro[mro.index(PrecisionMixin) + 1 :])
+        arguments = by_name(signature, args, kwargs)
         self._model_is_live = isinstance(arguments.get("model"), nn.Module)
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
@@ -288,6 +289,7 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
             choose_load_dtype(arguments, declared)
             spell_dtype_as_trl_does(arguments["args"])
         check_reward_weights(arguments.get("args"))
+        arguments = as_taken(signature, arguments)
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
         with construction(type(self), arguments.get("model"), self._head_is_float32) as self._adapter_guard:
             super().__init__(**arguments)

@@ -173,3 +173,4 @@ def reset_accelerate() -> None:
         return
     state.GradientState._reset_state()
     state.AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # see RESET_VARIABLES

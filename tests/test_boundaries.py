@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from upstream import towers_count_in_the_dtype_of_pixels
 
 from safe_trainers import tiny
 from safe_trainers.boundaries import cast_floating, guard_features, guard_leaves
@@ -57,7 +58,10 @@ def test_float32_pixels_enter_a_half_tower(family, dtype):
     with torch.no_grad():
         with pytest.raises(RuntimeError, match=CRASHES):
             model(**batch)
-        assert torch.equal(guarded(model)(**batch).logits, logits(family, dtype))
+        found = guarded(model)(**batch).logits
+        if family == "aria" and towers_count_in_the_dtype_of_pixels():
+            pytest.skip("this transformers places patches in the dtype of the pixels: pixels cast by hand are others")
+        assert torch.equal(found, logits(family, dtype))
 
 
 @pytest.mark.parametrize("family", tiny.VISION_FAMILIES)
@@ -77,11 +81,13 @@ def test_boundaries_change_no_number_where_stock_works(family):
 def test_float32_weights_under_autocast(family):
     batch, model = media_batch(family), tiny.build_model(family).eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        if family == "nocast":  # bf16 features are put by index into fp32 embeddings
-            with pytest.raises(RuntimeError, match="Index put requires"):
-                model(**batch)
-        else:
+        try:
             expected = model(**batch).logits
+        except RuntimeError as error:  # bf16 features are put by index into fp32 embeddings
+            assert "Index put requires" in str(error)
+            assert family in {"nocast", "smolvlm"}  # SmolVLM in transformers 4 alone
+        else:
+            assert family != "nocast"
             assert torch.equal(guarded(copy.deepcopy(model))(**batch).logits, expected)
         assert guarded(model)(**batch).logits.isfinite().all()
 

@@ -22,7 +22,7 @@ MODULES = ("sft_trainer", "grpo_trainer", "rloo_trainer", "reward_trainer")
 def quantized():
     pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_4bit=True)
-    return AutoModelForCausalLM.from_pretrained(cells.folder("text"), quantization_config=config)
+    return AutoModelForCausalLM.from_pretrained(cells.folder("text"), quantization_config=config, dtype=torch.float32)
 
 
 def makers():

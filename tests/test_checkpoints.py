@@ -25,6 +25,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
+from upstream import needs_epoch_after_skip
 
 from safe_trainers import PrecisionBase, PrecisionMixin, SafeSFTTrainer, checkpoints
 from safe_trainers.checkpoint_files import (
@@ -581,13 +582,13 @@ def fp16(out: Path, steps: int, resume: Any = None, **changes: Any) -> Any:
     return made
 
 
-def test_the_scaler_is_resumed_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("step", [1, 2, pytest.param(3, marks=needs_epoch_after_skip)])
+def test_the_scaler_is_resumed_bit_for_bit(step, tmp_path):
     whole = fp16(tmp_path, 4)
     assert whole.accelerator.scaler.get_scale() != 1
-    for step in (1, 2, 3):
-        resumed = fp16(tmp_path / "resumed", 4, str(tmp_path / f"checkpoint-{step}"), save_strategy="no")
-        assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
-        assert cells.fingerprint(resumed.model) == cells.fingerprint(whole.model)
+    resumed = fp16(tmp_path / "resumed", 4, str(tmp_path / f"checkpoint-{step}"), save_strategy="no")
+    assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+    assert cells.fingerprint(resumed.model) == cells.fingerprint(whole.model)
 
 
 def test_a_scaler_file_without_a_scaler_is_passed_over(out, caplog):

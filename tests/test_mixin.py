@@ -11,6 +11,7 @@ import trl
 from cells import Cell
 from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, Trainer
+from upstream import LEAVES_QUANTISED, needs_streams, towers_count_in_the_dtype_of_pixels
 
 from safe_trainers import (
     PrecisionBase,
@@ -61,6 +62,11 @@ def test_the_peft_hook_fires_after_trls_cast_and_before_the_trainer_exists():
     assert trainer.safety_contract.fired["adapters"] == 1
 
 
+def aria_pixels():
+    """What pixels of an Aria in bfloat16 are cast to: to nothing where that would move its patches."""
+    return torch.float32 if towers_count_in_the_dtype_of_pixels() else torch.bfloat16
+
+
 def test_hooks_are_reached_as_often_as_trl_calls_them():
     trainer = build(Cell("aria", "grpo", "bf16", "bf16", beta=0.1), max_steps=2)
     trainer.train()
@@ -94,10 +100,10 @@ def test_several_iterations_use_one_buffer_and_never_change_it(task):
         gradient_accumulation_steps=2,
     )
     trainer.train()
-    assert {dtype for _, dtype, _ in seen} == {torch.bfloat16}
+    assert {dtype for _, dtype, _ in seen} == {aria_pixels()}
     assert seen[0:2] == seen[2:4]
     assert trainer.safety_contract.fired["rollout"] == 2
-    assert {b["pixel_values"].dtype for b in trainer._buffered_inputs} == {torch.bfloat16}
+    assert {b["pixel_values"].dtype for b in trainer._buffered_inputs} == {aria_pixels()}
     assert {b["advantages"].dtype for b in trainer._buffered_inputs} == {torch.float32}
 
 
@@ -120,7 +126,7 @@ def test_what_trl_prepared_in_its_own_way_is_cast_before_it_is_buffered():
     class SafeOwnWay(PrecisionMixin, OwnWay, PrecisionBase):
         pass
 
-    trainer = build(GRPO, trainer_class=SafeOwnWay)
+    trainer = build(Cell("llava", "grpo", "bf16", "bf16"), trainer_class=SafeOwnWay)
     trainer.train()
     assert {b["pixel_values"].dtype for b in trainer._buffered_inputs} == {torch.bfloat16}
     assert trainer.given["pixel_values"].dtype == torch.float32  # TRL's own batch is not changed
@@ -154,9 +160,12 @@ def test_several_pictures_in_a_prompt(task):
             trainer.train()
             assert all(torch.isfinite(torch.tensor(e["loss"])) for e in trainer.state.log_history if "loss" in e)
         else:
-            with pytest.raises(RuntimeError, match="should be the same"):
+            with pytest.raises((RuntimeError, ValueError)) as stopped:
                 trainer.train()
             cells.reset_autocast()
+            if "Image features and image tokens do not match" in str(stopped.value):
+                pytest.skip("this TRL loses pictures of an Aria whose prompts have several")
+            assert "should be the same" in str(stopped.value)
 
 
 def test_pictures_that_a_tool_returns_follow_the_tower_too():
@@ -170,7 +179,7 @@ def test_pictures_that_a_tool_returns_follow_the_tower_too():
     assert type(prepared) is type(inputs)
     assert inputs["pixel_values"].dtype == torch.float32
     # Images alone are enough for the comparison: the tower needs no text.
-    assert prepared["pixel_values"].dtype == torch.bfloat16
+    assert prepared["pixel_values"].dtype == aria_pixels()
 
 
 def test_a_trainer_that_calls_past_the_base_is_covered():
@@ -182,7 +191,7 @@ def test_a_trainer_that_calls_past_the_base_is_covered():
         "input_ids": torch.ones(1, 2),
     }
     prepared = Trainer._prepare_inputs(trainer, batch)
-    assert prepared["pixel_values"].dtype == torch.bfloat16
+    assert prepared["pixel_values"].dtype == aria_pixels()
     assert prepared["second_per_grid_ts"] is batch["second_per_grid_ts"]
 
 
@@ -210,7 +219,7 @@ def test_under_deepspeed_only_media_change_their_dtype(stage):
         prepared[safe] = trainer._prepare_inputs(dict(batch))
     assert {k: v.dtype for k, v in prepared[False].items()} == dict.fromkeys(batch, torch.bfloat16)
     assert {k: v.dtype for k, v in prepared[True].items()} == {
-        "pixel_values": torch.bfloat16,
+        "pixel_values": torch.bfloat16 if stage == 3 else aria_pixels(),
         "second_per_grid_ts": torch.float32,
         "margin": torch.float32,
     }
@@ -351,11 +360,14 @@ def test_a_mixed_model_is_asked_without_pictures_where_the_data_has_none():
     for data, refused in ((cells.dataset("sft", "text"), False), (cells.dataset("sft", "smolvlm"), True)):
         made = cells.arguments(Cell("smolvlm", "sft", "bf16", None), trl.SFTConfig, model_init_kwargs=None)
         made |= {"model": float32_tower(), "train_dataset": data}
-        if refused:
-            with pytest.raises(PrecisionError, match="mixed-weights-cannot-meet"):
-                SafeSFTTrainer(**made)
-        else:
-            SafeSFTTrainer(**made).train()
+        try:
+            trainer = SafeSFTTrainer(**made)
+        except PrecisionError as error:
+            assert refused
+            assert "mixed-weights-cannot-meet" in str(error)
+        else:  # in transformers 4 features pass through a method where a boundary casts them
+            assert not refused or not LEAVES_QUANTISED
+            trainer.train()
 
 
 def test_the_dataloader_moves_media_as_decided():
@@ -376,6 +388,7 @@ def pictures_one_by_one():
     yield from cells.dataset("grpo", "smolvlm")
 
 
+@needs_streams
 def test_a_stream_with_pictures_is_asked_with_a_picture():
     made = cells.arguments(Cell("smolvlm", "grpo", "bf16", None), trl.GRPOConfig, model_init_kwargs=None)
     stream = IterableDataset.from_generator(pictures_one_by_one)
@@ -496,7 +509,8 @@ def test_decisions_can_be_read_and_stored():
     for decided in (trainer.precision_policy, trainer.precision_census, trainer.precision_settlement):
         json.dumps(decided.to_dict())
     assert "vision_tower" in str(trainer.precision_settlement)
-    assert [(d.key, d.dtype) for d in trainer.media_decisions] == [("pixel_values", "bfloat16")]
+    cast = None if aria_pixels() == torch.float32 else "bfloat16"
+    assert [(d.key, d.dtype) for d in trainer.media_decisions] == [("pixel_values", cast)]
 
 
 def test_the_rollout_context_is_the_users_choice():

@@ -22,6 +22,7 @@ from transformers import (
     FineGrainedFP8Config,
     Mxfp4Config,
 )
+from upstream import LEAVES_QUANTISED, TAKES_QUANTIZATION
 
 from safe_trainers import tiny
 from safe_trainers.census import bits, quantization_method
@@ -72,7 +73,7 @@ def no_bitsandbytes(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     for module in (quantizer_bnb_4bit, quantizer_bnb_8bit):  # they keep what was found when they were imported
-        monkeypatch.setattr(module, "is_bitsandbytes_available", lambda: False)
+        monkeypatch.setattr(module, "is_bitsandbytes_available", lambda **kwargs: False)
 
 
 def asked_by_argument(checkpoints):
@@ -107,7 +108,7 @@ def test_a_missing_bitsandbytes_is_said_before_anything_is_loaded(no_bitsandbyte
     assert problem.fix == "pip install 'bitsandbytes>=0.46.1'"
     assert "not installed" in problem.why
     # Upstream says so once the trainer loads, with a line that a shell takes for a redirection.
-    with pytest.raises(ImportError, match="pip install -U bitsandbytes>=0"):
+    with pytest.raises(ImportError, match="pip install -U bitsandbytes"):
         AutoModelForCausalLM.from_pretrained(
             model, **(kwargs or {}), **({} if config is None else {"quantization_config": config})
         )
@@ -167,8 +168,11 @@ def test_a_compute_dtype_that_is_none_is_refused():
 
 def reward_trainer(folder, **settings):
     arguments = cells.settings(cells.Cell("text", "reward", "fp32", None), steps=1)
+    loading = {"dtype": "bfloat16"}
+    if not TAKES_QUANTIZATION and "quantization_config" in settings:
+        loading["quantization_config"] = settings.pop("quantization_config")
     return trl.RewardTrainer(
-        args=trl.RewardConfig(**arguments, model_init_kwargs={"dtype": "bfloat16"}),
+        args=trl.RewardConfig(**arguments, model_init_kwargs=loading),
         train_dataset=tiny.preference_dataset(4, seed=0),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS"),
         **{"model": str(folder)} | settings,
@@ -190,6 +194,10 @@ def test_stock_trains_a_score_head_where_no_list_is_given():
 
 @pytest.mark.parametrize(("config", "error"), [(SPARED, AssertionError), (SPARED_8, AttributeError)])
 def test_stock_fails_on_a_score_head_that_a_list_forgets(config, error):
+    if not LEAVES_QUANTISED:  # transformers 4 does not get as far
+        with pytest.raises(AttributeError, match=r"is not an nn.Module|score.SCB"):
+            reward_trainer(cells.folder("text"), quantization_config=BitsAndBytesConfig(**config))
+        return
     trainer = reward_trainer(cells.folder("text"), quantization_config=BitsAndBytesConfig(**config))
     assert bits(score_of(trainer)) is not None
     assert not is_quantized(score_of(trainer).weight)  # a quantised layer around a weight that was never packed
@@ -201,6 +209,7 @@ def test_stock_fails_on_a_score_head_that_a_list_forgets(config, error):
         trainer.train()
 
 
+@pytest.mark.skipif(not LEAVES_QUANTISED, reason="this transformers fails while it loads such a head")
 def test_a_frozen_head_that_was_never_packed_is_found_too():
     model = AutoModelForSequenceClassification.from_pretrained(
         cells.folder("text"), num_labels=1, quantization_config=BitsAndBytesConfig(**SPARED)
@@ -232,6 +241,7 @@ def test_a_completed_config_quantises_what_upstream_does():
     assert len(names[0]) == 7
 
 
+@pytest.mark.skipif(not LEAVES_QUANTISED, reason="this transformers quantises no head with a bias")
 def test_a_head_with_a_bias_is_quantised_upstream(tmp_path):
     shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
     BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=1, **shape)).save_pretrained(tmp_path)
@@ -258,10 +268,10 @@ def test_a_config_is_completed_in_any_form():
 
 def test_a_checkpoint_that_spares_no_head_cannot_be_loaded_with_one(checkpoints):
     folder = str(checkpoints / "4bit-spared")
-    with pytest.raises(NotImplementedError, match="Byte"):
+    with pytest.raises(NotImplementedError, match="Byte|meta tensor"):
         reward_trainer(folder)
     # What is passed along does not change what the checkpoint says.
-    with pytest.raises(NotImplementedError, match="Byte"), pytest.warns(UserWarning, match="already has"):
+    with pytest.raises(NotImplementedError, match="Byte|meta tensor"), pytest.warns(UserWarning, match="already has"):
         reward_trainer(folder, quantization_config=skip_heads(BitsAndBytesConfig(**SPARED)))
     problem = unloadable_head(folder, None)
     assert problem.id == "quantised-head"
@@ -391,6 +401,7 @@ def as_bitnet(name, tensor):
     }
 
 
+@pytest.mark.skipif(not LEAVES_QUANTISED, reason="this transformers loads FP8 on a GPU alone")
 def test_what_was_dequantised_while_it_was_loaded_is_not_refused(tmp_path):
     torch.manual_seed(0)
     fp8 = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.training_args import ParallelMode
+from upstream import needs_continuous_settings
 
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning, SafeGRPOConfig, engine
 from safe_trainers.device import Device
@@ -24,10 +25,6 @@ from safe_trainers.testing import fp16_on_cpu
 
 
 SMALL = {"num_blocks": 32, "max_batch_tokens": 64}
-NEEDS_SETTINGS = pytest.mark.skipif(
-    not hasattr(trl.GRPOConfig, "use_transformers_continuous_batching"),
-    reason="this TRL cannot say how many blocks continuous batching takes, which fill a CPU's memory",
-)
 CONTINUOUS = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": SMALL}
 
 
@@ -69,7 +66,7 @@ def half_copy(trainer, cell):
     return model
 
 
-@NEEDS_SETTINGS
+@needs_continuous_settings
 @pytest.mark.parametrize("cell", [
     Cell("text", "grpo", "fp32", "bf16"),
     Cell("text", "grpo", "fp32", "bf16", lora=True),
@@ -112,14 +109,14 @@ def test_continuous_batching_leaves_masters_and_optimizer_alone(cell):
     assert "half copy" in coverage.detail
 
 
-@NEEDS_SETTINGS
+@needs_continuous_settings
 def test_stock_trains_on_in_half():
     stock = build(Cell("text", "grpo", "fp32", "bf16"), safe=False, **CONTINUOUS)
     stock.train()
     assert {p.dtype for p in stock.model.parameters()} == {torch.bfloat16}  # silently
 
 
-@NEEDS_SETTINGS
+@needs_continuous_settings
 def test_masters_are_kept_where_rollouts_compute_as_upstreams_do():
     made = cells.arguments(
         Cell("text", "grpo", "fp32", "bf16"), SafeGRPOConfig, rollout_compute="stock", **CONTINUOUS
@@ -131,7 +128,7 @@ def test_masters_are_kept_where_rollouts_compute_as_upstreams_do():
     assert {tensor.dtype for tensor in (*trainer.model.parameters(), *moments)} == {torch.float32}
 
 
-@NEEDS_SETTINGS
+@needs_continuous_settings
 @pytest.mark.parametrize("name", ["model.layers.0.mlp", "lm_head"])
 def test_fp32_modules_compute_in_float32_in_continuous_batching(name):
     made = cells.arguments(
@@ -612,8 +609,11 @@ def test_a_reference_of_another_class_than_the_policys_is_held_as_it_is():
     assert type(trainer.ref_model) is LlamaForCausalLM
     for name, parameter in trainer.ref_model.named_parameters():
         assert parameter.dtype == (torch.float32 if "layers.0.mlp" in name else torch.bfloat16)
+    # Some releases load a reference in float32, and what stays so was never rounded as the policy's weights were.
+    same = all(map(torch.equal, trainer.model.parameters(), trainer.ref_model.parameters()))
     trainer.train()
-    assert next(entry["kl"] for entry in trainer.state.log_history if "kl" in entry) == 0
+    kl = next(entry["kl"] for entry in trainer.state.log_history if "kl" in entry)
+    assert kl == 0 if same else 0 < kl < 1e-5
 
 
 def test_a_reference_model_follows_masters_that_were_upcast():

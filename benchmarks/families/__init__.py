@@ -19,13 +19,24 @@ from safe_trainers.tiny.models import finish, resolve_dtype
 from safe_trainers.tiny.processors import generation_kwargs
 from safe_trainers.tiny.saving import write
 
-from . import models, processors, sounds
+from . import sounds
 from .specs import AUDIO_FAMILIES, FAMILIES, TEXT_FAMILIES, VISION_FAMILIES, Spec, family_spec
+
+
+try:
+    from . import models, processors
+except ImportError as error:
+    # Their builders are made for the newest transformers: an older one has not all of the families, nor the names.
+    ABSENT = dict.fromkeys((name for name in FAMILIES if name not in tiny.FAMILIES), str(error).split(" (")[0])
+else:
+    ABSENT = {}
+"""Family that the installed transformers cannot build -> why."""
 
 
 TASKS = ("grpo", "rloo", "sft")
 
 __all__ = [
+    "ABSENT",
     "AUDIO_FAMILIES",
     "FAMILIES",
     "TASKS",

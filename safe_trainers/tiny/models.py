@@ -125,7 +125,6 @@ def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreT
     half = _HIDDEN // _HEADS // 2
     rope = {
         "rope_type": "default",
-        "rope_theta": 10000.0,
         "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
     }
     config = Qwen2_5_VLConfig(
@@ -141,7 +140,9 @@ def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreT
             "fullatt_block_indexes": [0],
             "out_hidden_size": _HIDDEN,
         },
-        text_config=text_options(tokenizer, rope_parameters=rope),
+        text_config=text_options(
+            tokenizer, rope_scaling=rope, rope_theta=10000.0
+        ),  # transformers 5 puts the two together
         image_token_id=ids["image_token"],
         video_token_id=ids["video_token"],
         vision_start_token_id=ids["vision_start_token"],

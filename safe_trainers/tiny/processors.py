@@ -51,9 +51,17 @@ def llava_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) ->
 def qwen_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     """Patches as rows with a grid. `Qwen2_5_VLProcessor` itself demands a video processor, which needs torchvision.
 
-    PaddleOCR-VL reads the same inputs with the same token type ids, without videos.
+    PaddleOCR-VL reads the same inputs with the same token type ids, without videos; transformers 4 does not have it.
     """
-    from transformers import PaddleOCRVLProcessor
+    import transformers
+
+    processor: Any = getattr(transformers, "PaddleOCRVLProcessor", None)
+    limits: dict[str, int] = {}
+    if processor is None:
+        from safe_trainers.tiny.qwen import Qwen25VLPictureProcessor
+
+        processor = Qwen25VLPictureProcessor
+        limits = {"min_pixels": IMAGE_SIZE**2, "max_pixels": IMAGE_SIZE**2}  # transformers 4 does not read `size`
 
     pixels = image_processor(
         "Qwen2VLImageProcessor",
@@ -61,8 +69,9 @@ def qwen_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> 
         patch_size=PATCH_SIZE,
         merge_size=2,
         temporal_patch_size=2,
+        **limits,
     )
-    return PaddleOCRVLProcessor(image_processor=pixels, tokenizer=tokenizer, chat_template=chat_template(family))
+    return processor(image_processor=pixels, tokenizer=tokenizer, chat_template=chat_template(family))
 
 
 def idefics_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:

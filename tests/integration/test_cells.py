@@ -6,6 +6,7 @@ Each safe cell runs beside its stock twin, so that the table of crashes is known
 import cells
 import pytest
 from cells import Cell
+from upstream import generate_asks_the_tower_first
 
 
 MODES = [("fp32", "bf16"), ("bf16", "bf16"), ("bf16", None), ("fp16", "fp16")]
@@ -28,7 +29,9 @@ def stock_crashes(cell: Cell) -> str | None:
         return "Index put requires" if cell.family == "nocast" else None
     if cell.flag == "bf16" and (cell.task == "sft" or (cell.family == "nocast" and not cell.lora)):
         # There the tower runs inside the forward that accelerate wraps in autocast. `generate` asks Aria's tower
-        # before that forward, and PEFT's `generate` goes past the wrapped forward.
+        # before that forward in the newest transformers, and PEFT's `generate` goes past the wrapped forward.
+        return None
+    if cell.flag == "bf16" and not cell.lora and not generate_asks_the_tower_first():
         return None
     return "should be the same"
 
@@ -63,10 +66,16 @@ def test_llama4_where_trl_can_run_it(task):
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "smolvlm", "idefics3", "gemma3", "text"])
 def test_nothing_newly_crashes_with_float32_weights_under_bf16(family, task):
     cell = Cell(family, task, "fp32", "bf16")
-    assert cells.run(cell, safe=False).error is None
+    stock = cells.run(cell, safe=False).error
+    # transformers 4 merges SmolVLM's bf16 features into fp32 embeddings by index.
+    assert stock is None or (family == "smolvlm" and "Index put requires" in stock)
     assert cells.run(cell, safe=True).error is None
 
 
+@pytest.mark.skipif(
+    not generate_asks_the_tower_first(),
+    reason="this transformers asks the tower inside of accelerate's autocast alone",
+)
 def test_the_literal_patch_would_newly_crash():
     """Casting pixels to bf16 because `bf16=True` breaks Aria with float32 weights: why media follow the tower."""
     import torch

@@ -43,6 +43,8 @@ def cell(matrix, name):
     ],
 )
 def test_outcomes_that_are_known(matrix, name, stock, said, safe):
+    if name.split("-")[0] in matrix.absent_families():
+        pytest.skip(matrix.absent_families()[name.split("-")[0]])
     row = matrix.run_both(cell(matrix, name))
     assert row["stock"]["outcome"] == stock
     assert said in row["stock"].get("message", "") + "; ".join(row["stock"].get("faults", []))

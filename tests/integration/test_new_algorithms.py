@@ -112,7 +112,8 @@ def test_the_helper_finds_a_rollout_in_another_dtype():
             return torch.autocast("cpu", enabled=False)
 
     with pytest.raises(AssertionError, match="vision_tower computes in float32 in rollout, bfloat16 in training"):
-        assert_safe(Stray, **cells.arguments(Cell("llava", "grpo", "fp32", "bf16"), trl.GRPOConfig))
+        # PEFT's `generate` goes past the forward that accelerate wraps in autocast, in each release.
+        assert_safe(Stray, **cells.arguments(Cell("llava", "grpo", "fp32", "bf16", lora=True), trl.GRPOConfig))
 
 
 def test_the_helper_finds_weights_that_changed_their_dtype():

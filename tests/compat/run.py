@@ -1,0 +1,270 @@
+"""The core suite and the matrix slice in each supported pair of TRL and transformers: `make compat`.
+
+    python tests/compat/run.py                       # all pairs, one after another: some 15 minutes each on 2 cores
+    python tests/compat/run.py --pairs trl-0.29      # one
+    python tests/compat/run.py --only-install        # the environments alone
+    python tests/compat/run.py --pairs trl-1.4 -- tests/test_media.py -x    # pytest there; writes nothing
+
+Each pair has an environment of its own in `.compat/`, made from the package index and used again until its pins or
+`pyproject.toml` change. The results go to `benchmarks/results/compat.json`, of which `docs/build.py` makes
+`docs/versions.md`.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import venv
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = ROOT / ".compat"
+RESULT = ROOT / "benchmarks" / "results" / "compat.json"
+TORCH = "torch==2.13.0"
+"""As in the Makefile: first and alone, so that nothing else can choose another build of it."""
+
+STACK = ("trl", "transformers", "peft", "accelerate", "bitsandbytes", "datasets")
+"""What a pair chooses; everything else is pinned by constraints.txt, or follows."""
+
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "matplotlib")
+"""What the core suite needs beside the package."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair of TRL and transformers, with what fits them.
+
+    Attributes:
+        name: Of its environment.
+        pins: Version by package of the stack; what is missing is the newest that the index has in our range.
+        undeclared: What these versions import without declaring it.
+    """
+
+    name: str
+    pins: dict[str, str] = field(default_factory=dict)
+    undeclared: tuple[str, ...] = ()
+
+
+def _pair(name: str, *versions: str, undeclared: tuple[str, ...] = ()) -> Pair:
+    return Pair(name, dict(zip(STACK, versions, strict=True)), undeclared)
+
+
+# TRL 0.29 to 1.12 import `requests` without declaring it. The oldest pair has the lowest versions of the rest that
+# pyproject.toml accepts.
+PAIRS = (
+    _pair("trl-0.29", "0.29.1", "4.57.6", "0.17.0", "1.10.0", "0.49.2", "4.0.0", undeclared=("requests",)),
+    _pair("trl-1.4", "1.4.0", "5.1.0", "0.19.1", "1.13.0", "0.49.2", "4.8.5", undeclared=("requests",)),
+    _pair("trl-1.9", "1.9.2", "5.14.1", "0.20.0", "1.14.0", "0.50.0", "5.2.0", undeclared=("requests",)),
+    Pair("newest"),
+)
+
+NOT_CORE = {
+    "tests/test_project.py": "about the project's files",
+    "tests/test_docs.py": "about the pages, which are made with the newest pair",
+    "tests/test_docs_run.py": "about the pages, which are made with the newest pair",
+    "tests/test_package.py": "about the public surface, the same in each environment, and how long its import takes",
+    "tests/test_configs.py": "about the files of accelerate's settings",
+    "tests/test_schema.py": "about the keys of recipes, which are written down for the newest pair",
+    "tests/test_recipes.py": "about recipes, whose keys are those of the newest TRL",
+    "tests/test_validation.py": "about recipes, whose keys are those of the newest TRL",
+    "tests/test_catalogue.py": "about error texts, which are those of the newest pair",
+    "tests/test_policing.py": "about the tests' own fixtures",
+    "tests/test_families.py": "about what the newest pair does with the families of the evidence",
+    "tests/integration/test_wheel.py": "builds the package with tools that are not installed here",
+    "tests/distributed": "several processes: minutes, and run by itself",
+    "tests/gpu": "needs a CUDA device",
+}
+"""What of the default suite is not in the core suite, with the reason. Markers `slow`, `matrix` and `gpu` are out too."""
+
+MARKERS = "not slow and not matrix and not gpu"
+
+
+def constraints(pair: Pair) -> str:
+    """The pins of an environment: those of the project, with the pair's stack in place of its own."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if "==" in line and line.split("==")[0] not in STACK]
+    return "\n".join([*kept, *(f"{package}=={number}" for package, number in pair.pins.items()), ""])
+
+
+def environment(pair: Pair) -> Path:
+    """Makes the environment of a pair, or finds it.
+
+    Args:
+        pair: The pair.
+
+    Returns:
+        Its Python.
+    """
+    home = ENVIRONMENTS / pair.name
+    python, stamp = home / "bin" / "python", home / "installed"
+    pins = constraints(pair)
+    wanted = hashlib.sha256((pins + str(ROOT) + (ROOT / "pyproject.toml").read_text("utf-8")).encode()).hexdigest()
+    newest = not pair.pins
+    if not newest and stamp.is_file() and stamp.read_text("utf-8") == wanted:
+        return python
+    print(f"{pair.name}: installing into {home}", file=sys.stderr)
+    if not python.is_file():
+        venv.create(home, with_pip=True)
+    file = home / "constraints.txt"
+    file.write_text(pins, encoding="utf-8")
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-c", str(file)]
+    subprocess.run([*pip, TORCH], check=True)
+    upgrade = ["--upgrade", *(STACK)] if newest else []
+    subprocess.run([*pip, *upgrade, "-e", f"{ROOT}[quantization]", *TOOLS, *pair.undeclared], check=True)
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def installed(python: Path) -> dict[str, str]:
+    """The versions in an environment: of Python, torch and the stack."""
+    listing = subprocess.run(
+        [str(python), "-m", "pip", "--disable-pip-version-check", "list", "--format", "json"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    found = {package["name"].lower(): package["version"] for package in json.loads(listing.stdout)}
+    return {"python": platform.python_version(), **{package: found[package] for package in ("torch", *STACK)}}
+
+
+def core() -> list[str]:
+    """The arguments with which pytest runs the core suite."""
+    return ["tests", *(f"--ignore={path}" for path in NOT_CORE), "-m", MARKERS]
+
+
+def run_suite(python: Path, arguments: Sequence[str], report: Path) -> dict[str, Any]:
+    """Runs tests in an environment, in one process.
+
+    Args:
+        python: Of the environment.
+        arguments: For pytest.
+        report: Where pytest's own results go.
+
+    Returns:
+        `passed`, `failed` and `skipped` as numbers, `seconds`, the ids of the `failures`, the reasons of the skips.
+    """
+    started = time.perf_counter()
+    report.unlink(missing_ok=True)
+    command = [str(python), "-m", "pytest", "-q", "--no-header", "--show-capture=no", "-p", "no:cacheprovider"]
+    subprocess.run([*command, f"--junitxml={report}", *arguments], cwd=ROOT, env=surroundings(), check=False)
+    if not report.is_file():
+        raise SystemExit(f"pytest wrote no results: {' '.join(command)}")
+    return {**tally(report), "seconds": round(time.perf_counter() - started)}
+
+
+def tally(report: Path) -> dict[str, Any]:
+    """Counts what pytest wrote.
+
+    Args:
+        report: A JUnit file.
+    """
+    failures, reasons, passed = [], Counter[str](), 0
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            failures.append(name)
+        elif skip is not None:
+            reasons[re.sub(r"^Skipped: ", "", skip.get("message", ""))] += 1
+        else:
+            passed += 1
+    return {
+        "passed": passed, "failed": len(failures), "skipped": reasons.total(), "failures": failures,
+        "skips": dict(reasons.most_common()),
+    }  # fmt: skip
+
+
+def run_slice(python: Path, name: str, jobs: int) -> dict[str, Any]:
+    """Runs the matrix slice in an environment.
+
+    Args:
+        python: Of the environment.
+        name: Of the pair.
+        jobs: How many processes.
+
+    Returns:
+        How many cells ended in which outcome, stock and safe, and which families are not there.
+    """
+    out = ENVIRONMENTS / f"matrix-{name}.jsonl"
+    command = [str(python), "benchmarks/matrix.py", "--slice", "--jobs", str(jobs), "--out", str(out)]
+    started = time.perf_counter()
+    status = subprocess.run(command, cwd=ROOT, env=surroundings(), check=False).returncode
+    heading, *rows = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    return {
+        "cells": len(rows),
+        **{side: dict(Counter(row[side]["outcome"] for row in rows)) for side in ("stock", "safe")},
+        "problems": status != 0,
+        "absent": heading.get("absent", {}),
+        "seconds": round(time.perf_counter() - started),
+    }
+
+
+def surroundings() -> dict[str, str]:
+    """The environment variables of a run: one thread, nothing downloaded, nothing of the calling environment."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def record(name: str, result: dict[str, Any]) -> None:
+    """Writes a pair's results into the file, and leaves those of the others."""
+    whole = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {}
+    pairs = {**whole.get("pairs", {}), name: result}
+    ordered = {pair.name: pairs[pair.name] for pair in PAIRS if pair.name in pairs}
+    content = {
+        "command": "make compat",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "not_core": NOT_CORE,
+        "pairs": ordered,
+    }
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Runs what was asked for; the exit status is 0 where nothing failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [pair.name for pair in PAIRS]
+    parser.add_argument("--pairs", nargs="*", choices=names, help="these alone")
+    parser.add_argument("--only-install", action="store_true", help="make the environments and stop")
+    parser.add_argument("--part", choices=("core", "slice"), help="this part alone; the other's results stay")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of the matrix slice")
+    parser.add_argument("pytest", nargs="*", help="after `--`: run pytest with this, and record nothing")
+    options = parser.parse_args()
+    table, failed = Table("pair", "passed", "failed", "skipped", "seconds"), False
+    for pair in (pair for pair in PAIRS if not options.pairs or pair.name in options.pairs):
+        python = environment(pair)
+        if options.only_install:
+            continue
+        report = ENVIRONMENTS / f"{pair.name}.xml"
+        if options.pytest:
+            suite = run_suite(python, options.pytest, report)
+            table.add_row(pair.name, *(str(suite[key]) for key in ("passed", "failed", "skipped", "seconds")))
+            failed = failed or suite["failed"] > 0
+            continue
+        whole = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {}
+        result = {**whole.get("pairs", {}).get(pair.name, {}), "versions": installed(python)}
+        if options.part != "slice":
+            result["core"] = run_suite(python, core(), report)
+        if options.part != "core":
+            result["slice"] = run_slice(python, pair.name, options.jobs)
+        record(pair.name, result)
+        suite = result.get("core", {})
+        table.add_row(pair.name, *(str(suite.get(key)) for key in ("passed", "failed", "skipped", "seconds")))
+        failed = failed or bool(suite.get("failed")) or result.get("slice", {}).get("problems", False)
+    Console().print(table)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

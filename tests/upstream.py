@@ -1,0 +1,135 @@
+"""What the installed releases of TRL, transformers, accelerate and bitsandbytes lack, asked of them and not of their
+version numbers; each is a reason to skip a test, and says what upstream lacks."""
+
+import functools
+import inspect
+from importlib.util import find_spec
+
+import pytest
+import torch
+import transformers
+import trl
+from accelerate.data_loader import DataLoaderShard
+from trl.trainer.utils import create_model_from_path
+
+from safe_trainers import tiny
+
+
+def _says(trainer: type, words: str) -> bool:
+    """Whether the constructor of a trainer has a message with these words."""
+    return any(isinstance(text, str) and words in text for text in trainer.__init__.__code__.co_consts)
+
+
+def _codes(function):
+    """The code of a function, and of the comprehensions inside of it."""
+    code = getattr(function, "__code__", function)
+    return [code, *(inner for part in code.co_consts if inspect.iscode(part) for inner in _codes(part))]
+
+
+def has_field(config: type, name: str) -> bool:
+    return name in config.__dataclass_fields__
+
+
+def takes(function, name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+CLIP_MAX = next(
+    name
+    for name in ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+    if has_field(trl.GRPOConfig, name)
+)
+"""What TRL calls the upper limit of importance sampling."""
+
+CONTINUOUS = next(
+    name
+    for name in ("use_transformers_continuous_batching", "use_transformers_paged")
+    if has_field(trl.GRPOConfig, name)
+)
+"""What TRL calls transformers' continuous batching."""
+
+LEAVES_QUANTISED = find_spec("transformers.core_model_loading") is not None
+"""Whether a pre-quantised checkpoint is loaded in the dtype that it was saved in, whatever is asked for."""
+
+TAKES_QUANTIZATION = takes(trl.SFTTrainer.__init__, "quantization_config")
+
+needs_quantization_argument = pytest.mark.skipif(
+    not TAKES_QUANTIZATION, reason="stock trainers of this TRL have no `quantization_config`"
+)
+needs_streams = pytest.mark.skipif(
+    _says(trl.GRPOTrainer, "Iterable datasets are not yet supported"), reason="GRPO takes no streams in this TRL"
+)
+needs_continuous_settings = pytest.mark.skipif(
+    not has_field(trl.GRPOConfig, "transformers_continuous_batching_config"),
+    reason="this TRL has no settings of continuous batching, whose cache would be as large as the memory",
+)
+needs_tools = pytest.mark.skipif(
+    not hasattr(transformers.PreTrainedTokenizerBase, "parse_response"),
+    reason="transformers before 5 parses no tool calls, which TRL's tools need",
+)
+needs_epoch_after_skip = pytest.mark.skipif(
+    not takes(DataLoaderShard.__init__, "iteration"),
+    reason="this accelerate forgets the epoch of a dataloader whose first batches it skips: the order is another",
+)
+needs_missing_logps = pytest.mark.skipif(
+    "nan" not in {text for code in _codes(trl.GRPOTrainer._generate_and_score_completions) for text in code.co_consts},
+    reason="this TRL makes a tensor of a missing log-probability, and fails",
+)
+needs_limit_below = pytest.mark.skipif(
+    not has_field(trl.GRPOConfig, "vllm_importance_sampling_clip_min"),
+    reason="importance sampling of this TRL always has an upper limit",
+)
+
+
+@functools.cache
+def loads_own_classes(folder: str) -> bool:
+    """Whether TRL loads a model from a folder whose class is none of transformers' own.
+
+    Args:
+        folder: A saved `nocast` model.
+    """
+    try:
+        create_model_from_path(folder, device_map=None)
+    except AttributeError:
+        return False
+    return True
+
+
+@functools.cache
+def generate_asks_the_tower_first() -> bool:
+    """Whether `generate` runs the vision tower before the model's forward, and so outside of what wraps that."""
+    model, processor = tiny.build_model("llava"), tiny.build_processor("llava")
+    inside, early = [], []
+    forward = model.forward
+
+    @functools.wraps(forward)  # `generate` reads the signature
+    def wrapped(*args, **kwargs):
+        inside.append(1)
+        return forward(*args, **kwargs)
+
+    model.forward = wrapped  # as accelerate does
+    model.model.vision_tower.register_forward_pre_hook(lambda module, args: early.append(not inside))
+    content = [{"type": "image"}, {"type": "text", "text": tiny.QUESTION}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    picture = tiny.prompt_dataset(1, seed=0)[0]["image"]
+    with torch.no_grad():
+        model.generate(**processor(text=[text], images=[[picture]], return_tensors="pt"), max_new_tokens=1)
+    return early[0]
+
+
+@functools.cache
+def towers_count_in_the_dtype_of_pixels() -> bool:
+    """Whether Idefics3's tower, which is Aria's too, places patches with fractions in the dtype of the pixels.
+
+    Then an early cast of pixels changes what it computes.
+    """
+    model = tiny.build_model("aria", dtype="bfloat16")
+    embeddings = model.model.vision_tower.embeddings
+    embeddings.patch_embedding.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    mask, made = torch.ones(1, 4, 4, dtype=torch.bool), []
+    embeddings.register_forward_hook(lambda module, args, output: made.append(output))
+    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for given in (pixels, pixels.bfloat16()):
+            model.model.vision_tower(given, patch_attention_mask=mask)
+    return not torch.equal(*made)
