@@ -84,9 +84,10 @@ def prepared(point: Point) -> tuple[str, dict[str, Any]]:
     import cells
     from peft import LoraConfig
 
-    point = {"steps_per_generation": 1, "images": 1, "tokens": None, "hidden": None, **point}
+    point = {"steps_per_generation": 1, "images": 1, "tokens": None, "hidden": None, "batch": 4, **point}
     cell = cells.Cell(point["family"], point["task"], "bf16", "bf16", lora=point["kind"] == "lora")
     changes: dict[str, Any] = {"steps": point["steps"], "logging_steps": point["steps"]}
+    changes["per_device_train_batch_size"] = point["batch"]
     if point["task"] == "grpo":
         changes["steps_per_generation"] = point["steps_per_generation"]
     arguments = cells.arguments(cell, cells.PLAIN[cell.task], **changes)
@@ -204,6 +205,7 @@ CELLS = [
 PICTURES = {"family": "llava", "task": "grpo", "kind": "lora"}
 TEXT = {"family": "text", "task": "sft", "kind": "lora"}
 SERIES: dict[str, tuple[str, Point, tuple[int, ...]]] = {
+    "completions per step": ("batch", PICTURES, (4, 16, 64)),
     "images per prompt": ("images", PICTURES, (1, 2, 4, 8)),
     "steps per generation": ("steps_per_generation", PICTURES, (1, 2, 4, 8)),
     "tokens per sequence": ("tokens", TEXT, (64, 256, 1024)),
@@ -259,8 +261,8 @@ def measure_growth(repetitions: int) -> dict[str, Any]:
     for name, (axis, point, values) in SERIES.items():
         found[name] = {}
         for value in values:
-            large = value >= 512
-            found[name][str(value)] = compare(point | {axis: value, "steps": 8 if large else 16}, repetitions)
+            steps = 8 if value == values[-1] else 16
+            found[name][str(value)] = compare(point | {axis: value, "steps": steps}, repetitions)
             said(name, value)
     return found
 
