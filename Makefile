@@ -4,11 +4,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEEPSPEED := $(VENV)/deepspeed
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow gpu bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth evidence docs compat release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth evidence docs compat release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +51,20 @@ matrix: setup ## the full precision matrix
 
 slow: setup ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow
+
+distributed: setup ## two processes under every engine (6 minutes); DeepSpeed gets an environment of its own
+	@test -e $(DEEPSPEED)/.installed || { \
+		echo 'distributed: installing DeepSpeed into $(DEEPSPEED)'; \
+		$(BIN)/python -m venv $(DEEPSPEED) \
+		&& $(BIN)/python -c 'import os, sysconfig; print(sysconfig.get_path("purelib"), os.getcwd(), sep="\n")' \
+			> "$$($(DEEPSPEED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth" \
+		&& $(DEEPSPEED)/bin/python -m pip --disable-pip-version-check install --quiet wheel setuptools ninja \
+		&& DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pip --disable-pip-version-check install --quiet \
+			--no-build-isolation deepspeed \
+		&& touch $(DEEPSPEED)/.installed; \
+	} || echo 'distributed: DeepSpeed cannot be installed here; its tests are skipped'
+	@python=$(BIN)/python; test -e $(DEEPSPEED)/.installed && python=$(DEEPSPEED)/bin/python; \
+		$$python -m pytest -m 'distributed or slow' tests/distributed
 
 gpu: setup ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu

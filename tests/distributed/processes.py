@@ -127,6 +127,7 @@ def started(
     folder: Path,
     processes: int | None = None,
     python: str = sys.executable,
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Processes]:
     """Starts the processes of a run; none of them is left when the block ends.
 
@@ -136,6 +137,7 @@ def started(
         folder: An empty folder for what they write.
         processes: How many; by default 2, or 1 for `"alone"`.
         python: The interpreter.
+        environment: More of what the launcher would say.
 
     Yields:
         The processes.
@@ -146,8 +148,8 @@ def started(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     left_over = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "PYTEST_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_over)}
-    environment |= {
+    told = {name: value for name, value in os.environ.items() if not name.startswith(left_over)}
+    told |= {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -156,18 +158,19 @@ def started(
         "WANDB_MODE": "disabled",
         "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE.parent)]),
         **ENGINES[engine],
+        **(environment or {}),
     }
     if count > 1 or engine not in ("alone", "ddp"):
-        environment |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        told |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     running = []
     try:
         for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if "WORLD_SIZE" in environment else {}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if "WORLD_SIZE" in told else {}
             with (folder / f"{rank}.err").open("wb") as errors:
                 command = [python, str(CHILD), str(folder)]
                 running.append(
                     subprocess.Popen(
-                        command, env=environment | own, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors,
+                        command, env=told | own, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors,
                         start_new_session=True,
                     )
                 )  # fmt: skip

@@ -132,6 +132,18 @@ def test_stock_fsdp2_rounds_log_probabilities_to_bf16(alone, together):
     assert distance(both, wanted) > 1e-2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["sft bf16", "grpo bf16"])
+def test_weights_that_one_process_loads_are_the_same_run(part, together, tmp_path):
+    """As configs/fsdp2.yaml has it; the other processes build the model around empty weights."""
+    once = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    run = processes.run("fsdp2", {part: {**ALIKE, **TOGETHER}[part]}, tmp_path / "once", environment=once)
+    for found, wanted in zip(run.found(part), together("fsdp2").found(part), strict=True):
+        assert found["losses"] == wanted["losses"]
+        assert found["sums"] == wanted["sums"]
+        assert found["dtensors"] == found["parameters"]
+
+
 @pytest.mark.parametrize("part", ["sft bf16", "fp16"])
 def test_fsdp2_computes_bit_for_bit_what_ddp_does(part, together):
     ddp, fsdp2 = (together(engine).found(part)[0] for engine in ("ddp", "fsdp2"))
