@@ -13,6 +13,7 @@ Needs the package index and some minutes. The exit status is 0 if every check pa
 import argparse
 import email.message
 import email.parser
+import functools
 import json
 import os
 import re
@@ -428,7 +429,7 @@ def check_suite(place: Environment, sdist: Path) -> str:
 
 
 def examine(checks: Checks, artifact: Path, kind: str, sdist: Path, folder: Path) -> None:
-    """All checks of one artifact; those that need an environment only once it is installed.
+    """All checks of one artifact in an environment; those after the first only once it is installed.
 
     Args:
         checks: Where they are noted.
@@ -437,8 +438,6 @@ def examine(checks: Checks, artifact: Path, kind: str, sdist: Path, folder: Path
         sdist: The sdist, whose tests are run.
         folder: An empty folder outside of the checkout.
     """
-    checks.run("contents", kind, lambda: check_contents(artifact, kind))
-    checks.run("metadata", kind, lambda: check_metadata(artifact, kind))
     place = Environment(folder)
     if not checks.run("install, empty environment", kind, lambda: install(place, artifact)):
         return
@@ -477,7 +476,11 @@ def main() -> int:
             return ", ".join(file.name for file in built.values())
 
         if checks.run("build", "", make):
-            for kind in [options.only] if options.only else KINDS:
+            kinds = [options.only] if options.only else KINDS
+            for kind in kinds:  # at once, while the checkout is what it was built from
+                checks.run("contents", kind, functools.partial(check_contents, built[kind], kind))
+                checks.run("metadata", kind, functools.partial(check_metadata, built[kind], kind))
+            for kind in kinds:
                 examine(checks, built[kind], kind, built[SDIST], folder / kind)
     table = Table("artifact", "check", "result", "seconds", "found", title=f"{NAME}: release check")
     for outcome in checks.outcomes:
