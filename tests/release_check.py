@@ -468,7 +468,7 @@ def main() -> int:
     options = parser.parse_args()
     checks, built = Checks(), dict[str, Path]()
     with tempfile.TemporaryDirectory(prefix="release-check-") as scratch:
-        folder = options.keep or Path(scratch)
+        folder = (options.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
 
         def make() -> str:
