@@ -124,6 +124,7 @@ def run(
     killed_in: int | None = None,
     fails: bool = False,
     packed: str | None = None,
+    after: bool = False,
     watch_inputs: bool = False,
     refused: bool = False,
     **changes: Any,
@@ -148,6 +149,7 @@ def run(
         resume: The checkpoint to go on from; `True` for the newest complete one in `folder`.
         killed_in: The step, counted from 0, in which the last process is killed, between forward and backward pass.
         fails: Whether training stops with an error, in all processes alike; what it says is what came of it.
+        after: Whether to evaluate after training, and to save the model in bfloat16.
         packed: The dtype that 4-bit weights are stored in; by default nothing is quantised.
         watch_inputs: Whether to note the dtypes of what a loss is computed from.
         refused: Whether the trainer cannot be built; what it says is what came of it.
@@ -157,6 +159,7 @@ def run(
     from policing import reset_accelerate
 
     from safe_trainers import PrecisionError
+    from safe_trainers.file_checks import safetensors_dtypes
     from safe_trainers.testing import fp16_on_cpu
 
     reset_accelerate()
@@ -188,7 +191,7 @@ def run(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=getattr(torch, packed)
             )
         made_of = trainer_class(task, safe, pinned)
-        if flag == "fp16":
+        if flag == "fp16" and not ENGINE.startswith("zero"):  # DeepSpeed scales by itself
             made_of = fp16_on_cpu(made_of)
         if refused:
             try:
@@ -216,6 +219,15 @@ def run(
             names = ("advantages", "old_per_token_logps", "second_per_grid_ts")
             prepared = trainer._prepare_input({name: torch.ones(2, 3) for name in names})
             watch.found["prepared"] = {name: str(value.dtype) for name, value in prepared.items()}
+        if after:
+            watch.found["eval_loss"] = trainer.evaluate(made["train_dataset"])["eval_loss"]
+            trainer.args.save_dtype = "bfloat16"
+            trainer.save_model(f"{scratch}/final")
+            if rank == 0:
+                files = Path(f"{scratch}/final").glob("*.safetensors")
+                watch.found["saved"] = {
+                    name: dtype for file in files for name, dtype in safetensors_dtypes(file).items()
+                }
         report = trainer.precision_report.to_dict() if safe else None
         return {**facts(trainer), **watch.found, "logs": trainer.state.log_history, "report": report}
 

@@ -5,7 +5,7 @@ import importlib.util
 import processes
 import pytest
 from processes import DISTRIBUTED_TYPES
-from test_engines import ADAPTER, ALIKE, distance
+from test_parity_two_processes import ADAPTER, ALIKE, QLORA, distance
 
 
 pytestmark = [
@@ -17,6 +17,7 @@ pytestmark = [
 PARTS = {
     **ALIKE,
     "sft bf16": {"flag": "bf16", "steps": 2},
+    "fp16": {"flag": "fp16", "steps": 3, "infinite": 1},
     "half": {"flag": "bf16", "weights": "bf16", "steps": 2},
     "vision": {"family": "qwen2_5_vl", "task": "grpo", "steps": 2, "ragged": True, "max_completion_length": 4,
                **ADAPTER, "watch_inputs": True},
@@ -30,15 +31,23 @@ REFUSED = {
 
 
 def saving(folder):
+    """A run, and one that goes on from the middle of its generation window."""
+    run = {"task": "grpo", "steps": 4, "steps_per_generation": 4, **ADAPTER}
     return {
-        "whole": {"steps": 4, **ADAPTER, "folder": str(folder), "save_strategy": "steps", "save_steps": 1},
-        "resumed": {"steps": 4, **ADAPTER, "resume": str(folder / "checkpoint-2")},
+        "whole": {**run, "folder": str(folder), "save_strategy": "steps", "save_steps": 1},
+        "resumed": {**run, "resume": str(folder / "checkpoint-2")},
     }
+
+
+if importlib.util.find_spec("bitsandbytes") is not None:
+    PARTS["qlora"] = QLORA
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return processes.run("alone", ALIKE, tmp_path_factory.mktemp("alone"))
+    return processes.run(
+        "alone", {name: PARTS[name] for name in ({*ALIKE, "qlora"} & PARTS.keys())}, tmp_path_factory.mktemp("alone")
+    )
 
 
 @pytest.fixture(scope="module", params=["zero2", "zero3"])
@@ -74,6 +83,22 @@ def test_bf16_log_probabilities_are_float32_and_a_single_processs(engine, alone)
     assert {dtype for found in both for dtype in found["logps_dtype"]} == {"torch.float32"}
     first = {"logps": wanted["logps"][:1]}  # later ones are of weights whose updates were rounded otherwise
     assert distance(both, first) < 1e-3
+
+
+def test_a_loss_that_is_infinite_in_one_process_skips_the_step_in_all(engine):
+    """The engine has a scaler of its own; that accelerate builds none on CPUs does not matter."""
+    for found in engine[1].found("fp16"):
+        logs = [entry for entry in found["logs"] if "loss" in entry]
+        assert [entry["precision/skipped_steps"] for entry in logs] == [1, 1, 1]
+        assert logs[0]["learning_rate"] == logs[1]["learning_rate"] > logs[2]["learning_rate"]
+        assert found["dtypes"] == ["torch.float16"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed here")
+def test_qlora_is_a_single_processs(engine, alone):
+    (wanted,), both = alone.found("qlora"), engine[1].found("qlora")
+    for found in both:
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
 
 
 def test_what_the_engine_will_hold_is_planned(engine):
