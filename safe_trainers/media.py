@@ -224,7 +224,7 @@ def _feature_method(model: nn.Module, name: str, key: str) -> Callable[..., Any]
 
 
 def _accepted(function: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a feature method takes of a batch. What it demands besides, as Llama4's in transformers 4, is the config's."""
+    """What a feature method takes of a batch. What it demands besides (Llama4's in transformers 4) is the config's."""
     parameters = inspect.signature(function).parameters
     config = getattr(getattr(function, "__self__", None), "config", None)
     places = (config, getattr(config, "vision_config", None))

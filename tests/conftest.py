@@ -26,6 +26,8 @@ import torch
 from policing import State, find_leaks, read_state, reset_accelerate, restore
 
 
+# Tiny families that not every supported release of transformers can build without torchvision, or at all.
+FRAGILE = ("llama4", "smolvlm", "idefics3")
 # Marker to make target: what is too slow for every run, and how to run it.
 ON_REQUEST = {"matrix": "make matrix", "slow": "make slow", "distributed": "make distributed"}
 
@@ -53,6 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skips, with its reason, what this machine or this run is not meant for."""
     has_cuda = torch.cuda.is_available()
     for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {}).values()
+        named = {
+            getattr(value, "family", value) for value in params if isinstance(value, str) or hasattr(value, "family")
+        }
+        for family in named.intersection(FRAGILE):
+            from upstream import why_not_built
+
+            if why_not_built(family):
+                item.add_marker(pytest.mark.skip(reason=why_not_built(family)))
         markers = {marker.name for marker in item.iter_markers()}
         for reason in skip_reasons(markers, config.getoption("markexpr"), has_cuda):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from upstream import needs_packed_without_kernels
 
 from safe_trainers import PrecisionError, tiny
 from safe_trainers.boundaries import guard_leaves
@@ -251,7 +252,7 @@ def test_packed_weights_keep_every_byte(storage, tmp_path):
     assert states == {name: from_torch(model.get_submodule(name).weight.quant_state.dtype) for name in states}
 
 
-@pytest.mark.skipif(not REMAPS, reason="the layer has another signature in transformers 4")
+@needs_packed_without_kernels
 def test_the_scales_of_packed_weights_are_not_touched():
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -490,6 +491,8 @@ FUSED = {
 def test_which_modules_are_fused(family):
     """No leaves, and no tower or model with a matrix beside its modules: position embeddings, query tokens."""
     model = tiny.build_model(family, dtype=BF16)
+    if family == "aria" and any(name.endswith("experts.fc1") for name, _ in model.named_modules()):
+        pytest.skip("this transformers keeps the matrices of Aria's experts in modules")
     guard_fused(model)
     guarded = {name for name, module in model.named_modules() if module._forward_pre_hooks}
     expected = FUSED.get(family, set())

@@ -19,7 +19,7 @@ from transformers import (
     BitsAndBytesConfig,
     Mxfp4Config,
 )
-from upstream import LEAVES_QUANTISED
+from upstream import leaves_quantised
 
 from safe_trainers import fp32_modules, tiny
 from safe_trainers.census import bits, quantization_method, take_census
@@ -40,8 +40,8 @@ METHODS = {
     "int8": {"load_in_8bit": True},
 }
 FOUR_BIT = [name for name in METHODS if name != "int8"]
-AS_SAVED = torch.float16 if LEAVES_QUANTISED else torch.bfloat16
-"""What to ask for so that a checkpoint in bfloat16 stays so: transformers 4 brings it to what is asked for."""
+AS_SAVED = torch.float16 if leaves_quantised() else torch.bfloat16
+"""What to ask for so that a checkpoint in bfloat16 stays so: some releases bring it to what is asked for."""
 IDS = torch.arange(5, 21).reshape(2, 8)  # (B, T)
 
 
@@ -97,7 +97,9 @@ def train_step(model, autocast):
     return loss.detach(), [p.grad for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.skipif(not LEAVES_QUANTISED, reason="this transformers loads a pre-quantised checkpoint in what is asked")
+@pytest.mark.skipif(
+    not leaves_quantised(), reason="this transformers loads a pre-quantised checkpoint in what is asked"
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_upstream_leaves_a_pre_quantised_checkpoint_in_its_dtype(checkpoints, method):
     model = AutoModelForCausalLM.from_pretrained(checkpoints / method, dtype=torch.float16)

@@ -22,7 +22,7 @@ from transformers import (
     FineGrainedFP8Config,
     Mxfp4Config,
 )
-from upstream import LEAVES_QUANTISED, TAKES_QUANTIZATION
+from upstream import LOADER_OF_5, TAKES_QUANTIZATION, needs_packed_without_kernels
 
 from safe_trainers import tiny
 from safe_trainers.census import bits, quantization_method
@@ -194,7 +194,7 @@ def test_stock_trains_a_score_head_where_no_list_is_given():
 
 @pytest.mark.parametrize(("config", "error"), [(SPARED, AssertionError), (SPARED_8, AttributeError)])
 def test_stock_fails_on_a_score_head_that_a_list_forgets(config, error):
-    if not LEAVES_QUANTISED:  # transformers 4 does not get as far
+    if not LOADER_OF_5:  # transformers 4 does not get as far
         with pytest.raises(AttributeError, match=r"is not an nn.Module|score.SCB"):
             reward_trainer(cells.folder("text"), quantization_config=BitsAndBytesConfig(**config))
         return
@@ -209,7 +209,7 @@ def test_stock_fails_on_a_score_head_that_a_list_forgets(config, error):
         trainer.train()
 
 
-@pytest.mark.skipif(not LEAVES_QUANTISED, reason="this transformers fails while it loads such a head")
+@pytest.mark.skipif(not LOADER_OF_5, reason="this transformers fails while it loads such a head")
 def test_a_frozen_head_that_was_never_packed_is_found_too():
     model = AutoModelForSequenceClassification.from_pretrained(
         cells.folder("text"), num_labels=1, quantization_config=BitsAndBytesConfig(**SPARED)
@@ -241,7 +241,7 @@ def test_a_completed_config_quantises_what_upstream_does():
     assert len(names[0]) == 7
 
 
-@pytest.mark.skipif(not LEAVES_QUANTISED, reason="this transformers quantises no head with a bias")
+@pytest.mark.skipif(not LOADER_OF_5, reason="this transformers quantises no head with a bias")
 def test_a_head_with_a_bias_is_quantised_upstream(tmp_path):
     shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
     BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=1, **shape)).save_pretrained(tmp_path)
@@ -268,10 +268,10 @@ def test_a_config_is_completed_in_any_form():
 
 def test_a_checkpoint_that_spares_no_head_cannot_be_loaded_with_one(checkpoints):
     folder = str(checkpoints / "4bit-spared")
-    with pytest.raises(NotImplementedError, match="Byte|meta tensor"):
+    with pytest.raises(NotImplementedError, match=r"Byte|meta tensor"):
         reward_trainer(folder)
     # What is passed along does not change what the checkpoint says.
-    with pytest.raises(NotImplementedError, match="Byte|meta tensor"), pytest.warns(UserWarning, match="already has"):
+    with pytest.raises(NotImplementedError, match=r"Byte|meta tensor"), pytest.warns(UserWarning, match="already has"):
         reward_trainer(folder, quantization_config=skip_heads(BitsAndBytesConfig(**SPARED)))
     problem = unloadable_head(folder, None)
     assert problem.id == "quantised-head"
@@ -401,7 +401,7 @@ def as_bitnet(name, tensor):
     }
 
 
-@pytest.mark.skipif(not LEAVES_QUANTISED, reason="this transformers loads FP8 on a GPU alone")
+@needs_packed_without_kernels
 def test_what_was_dequantised_while_it_was_loaded_is_not_refused(tmp_path):
     torch.manual_seed(0)
     fp8 = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}

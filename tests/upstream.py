@@ -3,6 +3,8 @@ version numbers; each is a reason to skip a test, and says what upstream lacks."
 
 import functools
 import inspect
+import tempfile
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -26,6 +28,15 @@ def _codes(function):
     return [code, *(inner for part in code.co_consts if inspect.iscode(part) for inner in _codes(part))]
 
 
+def _is_imported(module: str) -> bool:
+    """Whether a module can be imported."""
+    try:
+        import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
 def has_field(config: type, name: str) -> bool:
     return name in config.__dataclass_fields__
 
@@ -41,20 +52,17 @@ CLIP_MAX = next(
 )
 """What TRL calls the upper limit of importance sampling."""
 
-CONTINUOUS = next(
-    name
-    for name in ("use_transformers_continuous_batching", "use_transformers_paged")
-    if has_field(trl.GRPOConfig, name)
-)
-"""What TRL calls transformers' continuous batching."""
-
-LEAVES_QUANTISED = find_spec("transformers.core_model_loading") is not None
-"""Whether a pre-quantised checkpoint is loaded in the dtype that it was saved in, whatever is asked for."""
+LOADER_OF_5 = find_spec("transformers.core_model_loading") is not None
+"""Whether weights are loaded by the loader of transformers 5."""
 
 TAKES_QUANTIZATION = takes(trl.SFTTrainer.__init__, "quantization_config")
 
 needs_quantization_argument = pytest.mark.skipif(
     not TAKES_QUANTIZATION, reason="stock trainers of this TRL have no `quantization_config`"
+)
+needs_packed_without_kernels = pytest.mark.skipif(
+    not _is_imported("transformers.integrations.finegrained_fp8"),
+    reason="this transformers imports Triton for FP8, which is not for CPUs",
 )
 needs_streams = pytest.mark.skipif(
     _says(trl.GRPOTrainer, "Iterable datasets are not yet supported"), reason="GRPO takes no streams in this TRL"
@@ -79,6 +87,29 @@ needs_limit_below = pytest.mark.skipif(
     not has_field(trl.GRPOConfig, "vllm_importance_sampling_clip_min"),
     reason="importance sampling of this TRL always has an upper limit",
 )
+
+
+@functools.cache
+def why_not_built(family: str) -> str | None:
+    """Why the installed transformers cannot build a tiny family; `None` where it can."""
+    try:
+        tiny.build_model(family)
+        tiny.build_processor(family)
+    except (AttributeError, ImportError) as error:
+        said = str(error).strip().split(" but ")[0]
+        return f"this transformers cannot build {family}: {said}"
+    return None
+
+
+@functools.cache
+def leaves_quantised() -> bool:
+    """Whether a pre-quantised checkpoint is loaded in the dtype that it was saved in, whatever is asked for."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved, packed = tiny.save("text", f"{folder}/plain"), f"{folder}/packed"
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+        load(saved, dtype=torch.bfloat16, quantization_config=config).save_pretrained(packed)
+        return load(packed, dtype=torch.float16).get_input_embeddings().weight.dtype == torch.bfloat16
 
 
 @functools.cache

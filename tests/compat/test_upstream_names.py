@@ -1,5 +1,5 @@
-"""The contract with upstream: each name of TRL, transformers, PEFT, accelerate, bitsandbytes and torch that the package
-relies on, and what for. A release that loses one is told here, by that name, before anything else fails.
+"""The contract with upstream: each name of TRL, transformers, PEFT, accelerate, bitsandbytes and torch that the
+package relies on, and what for. A release that loses one is told here, by that name, before anything else fails.
 
 Imports and overridden methods are read from the package itself, so that neither list grows old; what is read or called
 otherwise is in `RELIED`.
@@ -138,8 +138,8 @@ RELIED = {
     "torch.amp:GradScaler._get_scale_async": "whether a step was skipped, without waiting for the device",
     "torch.nn:Module.register_forward_pre_hook": "the boundaries",
 }
-"""`module:Class.name` is a member, a field or an annotation of a class, `module:Class()name` an attribute that one of its
-methods sets, `module:name` a function. What for."""
+"""`module:Class.name` is a member, a field or an annotation of a class, `module:Class()name` an attribute that one of
+its methods sets, `module:name` a function. What for."""
 
 OVERRIDDEN_IN_PART = {
     ROLLOUT_METHOD: GENERATING,

@@ -55,7 +55,9 @@ def test_llama4_where_trl_can_run_it(task):
     """Llama4's tower does not cast either. TRL 1.16 cannot run the model at all: that is no question of dtypes."""
     stock = cells.run(Cell("llama4", task, "fp32", None), safe=False)
     if stock.error is not None:
-        assert "has no attribute 'last_hidden_state'" in stock.error
+        # The last is early transformers 5, which cannot build it.
+        missing = stock.error.partition("has no attribute ")[2]
+        assert missing in ("'last_hidden_state'", "'aux_loss'", "'pad_token_id'")
         return
     for weights, flag in MODES:
         assert cells.run(Cell("llama4", task, weights, flag), safe=True).error is None

@@ -3,6 +3,7 @@
 import copy
 import functools
 from dataclasses import dataclass
+from importlib import import_module
 
 import cells
 import pytest
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning"
 # In transformers 5 all experts are fused, and have several implementations, of which one casts its input by itself.
 FUSES = Version(transformers.__version__) >= Version("5")
 EXPERTS = ("eager", "grouped_mm") if FUSES else ("eager",)
+GROUPED_CASTS = FUSES and hasattr(import_module("transformers.integrations.moe"), "_grouped_mm")
+"""Whether `grouped_mm` brings its input to the dtype of its weights, by a function of that name."""
 WIDE = {
     "uniform": (),
     "norms": ("norm",),
@@ -184,6 +187,8 @@ def what_it_took(done):
 
 @pytest.mark.parametrize("case", cells.sliced(TABLE, "family", "kind", "wide", "mixed_precision"))
 def test_adapters_train_on_weights_that_disagree(case):
+    if case.experts == "grouped_mm" and not GROUPED_CASTS:
+        pytest.skip("grouped_mm of this transformers casts nothing by itself: other weights meet than in the table")
     model = adapted(case)
     wide = copy.deepcopy(model).float()
     error, loss, _, gradients = step(model, case)
@@ -348,6 +353,11 @@ def test_a_safe_trainer_reconciles_a_model_that_it_is_given(task, family, wide, 
 @pytest.mark.parametrize("wide", ["embeddings", "router", "biases"])
 def test_under_autocast_weights_that_disagree_train_as_in_stock(wide):
     safe = trained(cells.SAFE["sft"], arguments("sft", "bf16", "experts", live("gpt_oss", wide)))
+    if FUSES and not GROUPED_CASTS and wide != "router":  # stock does not train there
+        with pytest.raises(RuntimeError, match="same dtype"):
+            trained(cells.STOCK["sft"], arguments("sft", "bf16", "experts", live("gpt_oss", wide)))
+        cells.reset_autocast()
+        return
     assert safe == trained(cells.STOCK["sft"], arguments("sft", "bf16", "experts", live("gpt_oss", wide)))
 
 

@@ -353,6 +353,7 @@ def test_turns_after_tools_are_measured_and_what_tools_return_is_not():
         }
 
     tokenizer.chat_template, tokenizer.response_template, tokenizer.parse_response = TEMPLATE, {"is": "set"}, parse
+    tokenizer.response_schema = {"is": "set"}  # what it was called first
     settings = cells.settings(Cell("text", "grpo", "fp32", None), 3) | {
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 64,
         "max_tool_calling_iterations": 2, "generation_kwargs": {"max_new_tokens": 6},

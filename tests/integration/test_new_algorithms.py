@@ -65,11 +65,11 @@ def test_gmpo_a_descendant_of_grpo():
     class SafeGMPOTrainer(PrecisionMixin, gmpo.GMPOTrainer, PrecisionBase):
         pass
 
-    made = cells.arguments(Cell("aria", "grpo", "bf16", "bf16"), gmpo.GMPOConfig)
+    made = cells.arguments(Cell("aria", "grpo", "bf16", None), gmpo.GMPOConfig)
     with pytest.raises(RuntimeError, match="should be the same"):
         gmpo.GMPOTrainer(**made).train()
     cells.reset_autocast()
-    made = cells.arguments(Cell("aria", "grpo", "bf16", "bf16"), gmpo.GMPOConfig)
+    made = cells.arguments(Cell("aria", "grpo", "bf16", None), gmpo.GMPOConfig)
     contract = assert_safe(SafeGMPOTrainer, **made)
     assert contract["rollout"].state == contract["buffer"].state == "covered"
 

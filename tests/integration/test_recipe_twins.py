@@ -12,8 +12,10 @@ import public_schemas
 import pytest
 import yaml
 from rich.console import Console
+from upstream import why_not_built
 
 import safe_trainers
+from safe_trainers import tiny
 from safe_trainers.cli.train import run_recipe
 from safe_trainers.recipes import TASKS, read_recipe
 from safe_trainers.testing import fp16_on_cpu
@@ -92,6 +94,9 @@ def test_the_twin_of_a_recipe_trains_two_steps(name, folder, tmp_path, monkeypat
     values, task = twin(RECIPES[name], folder), name.split("/")[0]
     if values.get("load_in_4bit"):
         pytest.importorskip("bitsandbytes")
+    family = values["model_name_or_path"].removeprefix("tiny:")
+    if family in tiny.VISION_FAMILIES and why_not_built(family):
+        pytest.skip(why_not_built(family))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     Path("twin.yaml").write_text(yaml.safe_dump(values))
