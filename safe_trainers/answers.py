@@ -18,7 +18,7 @@ _ANSWER = re.compile(r"<(answer|solution)>(.*?)</\1>", re.DOTALL | re.IGNORECASE
 _SAID = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)+\s*(.+)", re.IGNORECASE)
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit|rm|bf|operatorname)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\\[,;:! ]|\\quad|\\qquad|~|\s+")
-_DELIMITERS = re.compile(r"\\left|\\right|\\displaystyle|\\\(|\\\)|\\\[|\\\]|\$|\*\*")
+_DELIMITERS = re.compile(r"\\left|\\right|\\displaystyle|\\\(|\\\)|\\\[|\\\]|\\?\$|\*\*")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree|°|degrees?$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NAMED = re.compile(r"^[a-z](?:_\w)?\s*=\s*")
@@ -113,7 +113,7 @@ def quantity(text: str) -> tuple[float | None, str]:
     text = plain(text)
     if len(text) > LONGEST:
         return None, ""
-    text = text.removeprefix("\\$").removesuffix("%")
+    text = text.removesuffix("%")
     unit = None if _SCIENTIFIC.fullmatch(text) else _UNIT.search(text)
     number = text[: unit.start()] if unit else text
     try:

@@ -22,7 +22,7 @@ AT_LEAST = {
     "num_generations": 2, "num_generations_eval": 1, "num_iterations": 1, "steps_per_generation": 1,
     "generation_batch_size": 2, "max_completion_length": 1, "max_length": 1, "max_tool_calling_iterations": 0,
     "lora_r": 1, "lora_alpha": 1, "lora_dropout": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0,
-    "adam_beta1": 0, "adam_beta2": 0, "adam_epsilon": 0, "warmup_steps": 0, "num_train_epochs": 0, "seed": 0,
+    "adam_beta1": 0, "adam_beta2": 0, "adam_epsilon": 0, "warmup_steps": 0, "seed": 0,
     "data_seed": 0, "save_total_limit": 0, "torch_empty_cache_steps": 1, "dataloader_num_workers": 0,
     "dataloader_prefetch_factor": 1, "temperature": 0, "top_p": 0, "min_p": 0, "repetition_penalty": 0, "beta": 0,
     "epsilon": 0, "epsilon_high": 0, "top_entropy_quantile": 0, "vllm_tensor_parallel_size": 1,
@@ -176,7 +176,8 @@ def _precision(settings: Settings) -> Iterator[Remark]:
     if flags.bf16 and flags.fp16 and flags.precision is None:
         yield settings.error(("fp16", "bf16"), "bf16 and fp16 are both on, and a run computes in one", "drop `fp16`")
         return
-    asked = (settings.usable("model_init_kwargs") or {}).get("dtype") or settings.usable("dtype")
+    inner = (settings.usable("model_init_kwargs") or {}).get("dtype")
+    asked = inner or settings.usable("dtype")
     try:
         weights = parse_dtype(str(asked), field="dtype") if asked is not None else AUTO
         on_cpu = bool(settings.usable("use_cpu"))
@@ -196,7 +197,8 @@ def _precision(settings: Settings) -> Iterator[Remark]:
             parse_dtype(settings.usable("save_dtype"), field="save_dtype", allow_auto=False)
     except PrecisionError as error:
         for problem in error.problems:
-            yield settings.finding("error", (problem.given.split("=")[0], "model_init_kwargs"), problem)
+            key = problem.given.split("=")[0]
+            yield settings.finding("error", ("model_init_kwargs",) if inner and key == "dtype" else (key,), problem)
         return
     unknown = _decided(settings) is None and not on_cpu  # the device decides: what follows from it is not known here
     for problem in policy.problems:
@@ -322,6 +324,24 @@ def _completions(settings: Settings) -> Iterator[Remark]:
         yield settings.error("log_completions_hub_repo", text, "log_completions: true")
 
 
+def _dataset(settings: Settings) -> Iterator[Remark]:
+    """What `DatasetArguments` would refuse, one after the other, and `prepare_dataset` once the dataset is there."""
+    for low, high in (("image_min_size", "image_max_size"), ("image_min_pixels", "image_max_pixels")):
+        least, most = settings[low], settings[high]
+        if least is not None and most is not None and least > most:
+            yield settings.error((low, high), f"{low}={least} is above {high}={most}", f"{low}: {most} or less")
+    if settings["image_resize"] and min(settings["image_resize"]) < 1:
+        text = f"image_resize={settings['image_resize']} is no width and height"
+        yield settings.error("image_resize", text, "image_resize: [512, 512]")
+    columns = settings["dataset_columns"] or {}
+    if {"image", "images"} <= set(columns):
+        text = "dataset_columns has `image` and `images`, which are the same"
+        yield settings.error("dataset_columns", text, "drop one of them")
+    if settings["prompt_template"] is not None and columns and "prompt" not in columns:
+        text = "prompt_template makes the prompt, and dataset_columns has none"
+        yield settings.error(("prompt_template", "dataset_columns"), text, "dataset_columns: {prompt: COLUMN, ...}")
+
+
 def _engines(settings: Settings) -> Iterator[Remark]:
     words = settings["fsdp"] if isinstance(settings["fsdp"], list) else str(settings["fsdp"] or "").split()
     wrong = next((word for word in words if word.lower() not in {*FSDP, "true", "false"}), None)
@@ -357,6 +377,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterator[Remark]]], ...
     (("dataloader_prefetch_factor", "dataloader_num_workers"), _loader),
     (("logging_steps", "logging_strategy", "save_steps", "save_strategy"), _steps),
     (("log_completions", "log_completions_hub_repo"), _completions),
+    (("image_min_size", "image_max_size", "image_min_pixels", "image_max_pixels", "image_resize", "dataset_columns",
+      "prompt_template"), _dataset),
     (("deepspeed", "fsdp"), _engines),
     (("max_steps",), _length),
 )  # fmt: skip

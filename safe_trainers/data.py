@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from .errors import RecipeError, hint, nearest
@@ -297,7 +298,7 @@ def _kept(dataset: Any, plan: _Plan) -> Sequence[int]:
     if not looked_at:
         return range(min(limit, len(dataset)))
     rows = enumerate(dataset.select_columns(looked_at))
-    return [i for i, _ in zip((i for i, row in rows if plan.keeps(row, _row(plan, i))), range(limit), strict=False)]
+    return list(islice((i for i, row in rows if plan.keeps(row, _row(plan, i))), limit))
 
 
 def _texts_change(dataset: Any, plan: _Plan) -> bool:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def local_columns(path: Path, split: str = "train") -> list[str] | None:
 
 
 def _candidates(path: Path, split: str) -> Iterator[Path]:
-    if path.is_file():
+    if os.path.isfile(path):
         yield path
         return
     names = sorted(p for p in path.rglob("*") if p.suffix in {*_TEXT, ".parquet"} and not _hidden(p, path))
@@ -51,12 +52,12 @@ def _columns(file: Path) -> list[str] | None:
     try:
         if file.suffix == ".parquet":
             return _parquet(file)
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:  # pandas leaves a byte order mark out, too
             text = lines.read(MAX_BYTES)
-    except (OSError, ValueError):
+        if file.suffix in {".csv", ".tsv"}:
+            return next(csv.reader(text.splitlines(), delimiter="\t" if file.suffix == ".tsv" else ","), None)
+    except (OSError, ValueError, csv.Error):
         return None
-    if file.suffix in {".csv", ".tsv"}:
-        return next(csv.reader(text.splitlines(), delimiter="\t" if file.suffix == ".tsv" else ","), None)
     try:
         first, _ = json.JSONDecoder().raw_decode(text.lstrip())
     except (ValueError, RecursionError):

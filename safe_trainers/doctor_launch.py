@@ -56,7 +56,7 @@ def read_launch(environ: Mapping[str, str], command_lines: Sequence[Sequence[str
     torchrun = next((after for line in lines if (after := _after(line, "torchrun")) is not None), None)
     written = _option(accelerate, "config_file") if accelerate is not None else None
     path = Path(written) if written else default_config(environ)
-    config, problem = _read(path) if written or path.is_file() else ({}, None)
+    config, problem = _read(path) if written or os.path.isfile(path) else ({}, None)
     world_size = _number(environ.get("WORLD_SIZE")) or 1
     planned = _number(config.get("num_processes"))
     cpu = bool(config.get("use_cpu")) or (accelerate is not None and "--cpu" in accelerate)

@@ -3,8 +3,8 @@
 Plain values: neither torch nor TRL is imported here.
 """
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from .errors import nearest
 from .tiny import FAMILIES
@@ -41,7 +41,7 @@ def embedded_name(value: str | None) -> str | None:
 
 def is_path(name: str) -> bool:
     """Whether a name can only be a folder: hub names have at most one slash, and start with no dot."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
 
 
 def missing_columns(task: str, name: str, columns: Sequence[str], needs_images: bool) -> str | None:

@@ -63,10 +63,10 @@ REFUSED = {
         CODE,
     ),
     **dict.fromkeys(("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS", "AUTH", "IDENTITY"), SECRET),
-    **dict.fromkeys(("ENDPOINT", "URL", "URI", "HOST", "PROXY", "MODELSCOPE"), PLACE),
+    **dict.fromkeys(("ENDPOINT", "URL", "URI", "HOST", "IP", "SERVER", "PROXY", "MODELSCOPE"), PLACE),
     **dict.fromkeys(("PATH", "PATHS", "DIR", "HOME", "CACHE", "FILE", "ROOT", "EXECUTABLES"), FILES),
 }
-"""Words of a name, between its underscores, that say more than how a run is tuned, and what they say."""
+"""Words of a name, between underscores, that say more than how a run is tuned, the worst first, and what they say."""
 
 LET_THROUGH = frozenset({"CUDA_MODULE_LOADING", "HF_HUB_DISABLE_IMPLICIT_TOKEN"})
 """Names with such a word that only tune."""
@@ -83,7 +83,8 @@ def why_not(name: str) -> str | None:
     """
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         return "it is no name of a variable"
-    said = next((REFUSED[word] for word in name.upper().split("_") if word in REFUSED), None)
+    words = name.upper().split("_")
+    said = next((what for word, what in REFUSED.items() if word in words), None)
     if said is not None and name not in LET_THROUGH:
         return f"it says {said}, which is for your own environment to say"
     if not name.startswith(PREFIXES):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from .checkpoint_files import MARKER, Checkpoint, checkpoints_in, inspect_checkpoint
 from .device import Device, detect_device
 from .dtypes import BFLOAT16, FLOAT32, SHORT
-from .errors import RecipeError, SafeTrainersError
+from .errors import RecipeError
 from .file_checks import TRAINER_STATE, Stored, read_json
 from .policy import Flags, Model, PrecisionPolicy, resolve
 from .precision_report import FILE, GROUPS, POLICY, TITLE
@@ -32,7 +33,7 @@ def report_on(target: str, task: str | None = None) -> Report:
     Args:
         target: A recipe (`*.yaml`), a saved report (`*.json`), an embedded model (`tiny:llava`), the folder of a
             model, an adapter, a checkpoint or a run, or the name of a repository on the hub.
-        task: What a recipe is for, where its folder does not say it: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
+        task: What a recipe is for, where it does not say it: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
 
     Returns:
         The report.
@@ -50,9 +51,9 @@ def report_on(target: str, task: str | None = None) -> Report:
     family = embedded_name(target)
     if family is not None:
         return _report_on_embedded(target, family)
-    if path.is_dir():
+    if os.path.isdir(path):
         return report_on_folder(path)
-    if path.exists() or target.startswith((".", "/", "~")) or target.count("/") > 1:
+    if os.path.exists(path) or target.startswith((".", "/", "~")) or target.count("/") > 1:
         raise RecipeError(f"{target} is no recipe, report, model, checkpoint or run")
     return _report_on_hub(target)
 
@@ -124,6 +125,8 @@ def report_on_folder(folder: Path) -> Report:
         facts["report of the run"] = str(report.facts.get("phase"))
         tables += [Table(f"{t.title} of the run", t.columns, t.rows) for t in report.tables if t.title == GROUPS]
         verdicts += [verdict for verdict in report.verdicts if verdict.level in ("warning", "error")]
+    if "config" in facts:
+        verdicts.append(Verdict("error", f"the config {facts['config']}"))
     if not verdicts:
         verdicts.append(Verdict("ok", "all files can be read"))
     return Report(TITLE, str(folder), facts, tuple(tables), tuple(verdicts))
@@ -134,7 +137,7 @@ def report_on_recipe(path: Path, task: str | None = None) -> Report:
 
     Args:
         path: The recipe.
-        task: What it is for; by default what its folder is named after, or else the first task that it is valid for.
+        task: What it is for; by default what its folder, its header or its keys say, the first where they fit several.
 
     Returns:
         The report.
@@ -185,19 +188,12 @@ def report_on_recipe(path: Path, task: str | None = None) -> Report:
 
 
 def _read_recipe(path: Path, task: str | None) -> Any:
-    from .recipes import TASKS, find_recipe, read_recipe
+    from .recipe_file import read_file
+    from .recipes import find_recipe, read_recipe
+    from .validation import tasks_of
 
-    path = path if path.is_file() else find_recipe(path.as_posix())
-    known = task or next((part for part in reversed(path.absolute().parts[:-1]) if part in TASKS), None)
-    if known is not None:
-        return read_recipe(known, ["--config", str(path)])
-    problems = []
-    for name in TASKS:
-        try:
-            return read_recipe(name, ["--config", str(path)])
-        except SafeTrainersError as error:
-            problems.append(f"as {name}: {error}")
-    raise RecipeError([f"{path} is a recipe of no task; say which with --task", *problems])
+    path = path if os.path.isfile(path) else find_recipe(path.as_posix())
+    return read_recipe(task or tasks_of(read_file(path))[0], ["--config", str(path)])
 
 
 def _report_on_embedded(target: str, family: str) -> Report:
@@ -290,11 +286,12 @@ def _weight_facts(folder: Path, parts: list[Part]) -> dict[str, Cell]:
             facts["adapter"] = str(adapter.get("peft_type"))
             facts["base"] = str(adapter.get("base_model_name_or_path"))
         elif (folder / "config.json").is_file():
-            config = checkpoint_config(str(folder), None)
-            facts["model"] = str((config.get("architectures") or ["unknown"])[0])
-            facts["declared dtype"] = config.get("dtype") or config.get("torch_dtype")
+            config = read_json(folder / "config.json")
+            facts["model"] = str(next(iter(config.get("architectures") or ["unknown"])))
+            declared = config.get("dtype") or config.get("torch_dtype")
+            facts["declared dtype"] = None if declared is None else str(declared)
             facts["quantisation"] = asked_quantization(str(folder), None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         facts["config"] = f"cannot be read: {error}"
     facts |= {"weight elements": sum(p.elements for p in parts), "weight bytes": sum(p.bytes for p in parts)}
     return {name: value for name, value in facts.items() if value is not None}
@@ -304,7 +301,7 @@ def _declared(folder: Path, parts: list[Part]) -> Iterator[Verdict]:
     """Whether the config says what the files hold."""
     config = checkpoint_config(str(folder), None)
     declared, held = config.get("dtype") or config.get("torch_dtype"), floating(parts)
-    if declared in SHORT and held and declared not in held:
+    if isinstance(declared, str) and declared in SHORT and held and declared not in held:
         text = f"config.json says {declared}, and the files hold {' and '.join(sorted(held))}"
         yield Verdict("warning", text, f'"dtype": "{sorted(held)[0]}" in config.json')
 

@@ -69,7 +69,7 @@ def find_config(name: str) -> Path:
     """
     from .packaged import find
 
-    return Path(name) if Path(name).is_file() else find(name, "configs")
+    return Path(name) if os.path.isfile(name) else find(name, "configs")
 
 
 def launch(arguments: Sequence[str], config: str | None, processes: int | None) -> int:

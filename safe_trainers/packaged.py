@@ -1,5 +1,6 @@
 """The recipes and launch configs that come with the package: where they are, and what their headers say."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def recipe_path(name: str) -> Path:
         The file; one that does not exist is returned as it was written.
     """
     path = Path(name)
-    if path.exists():
+    if os.path.exists(path):
         return path
     try:
         return find(name, "recipes")
@@ -158,14 +159,14 @@ def copy(name: str, dest: Path, *, force: bool = False) -> Path:
         RecipeError: If there is none of that name, with the nearest one, or the file is there.
     """
     source = _find_any(name)
-    target = dest / source.name if dest.is_dir() else dest
-    if not target.parent.is_dir():
+    target = dest / source.name if os.path.isdir(dest) else dest
+    if not os.path.isdir(target.parent):
         raise RecipeError(f"there is no folder {target.parent}. Run: mkdir -p {target.parent}")
-    if target.is_dir():
+    if os.path.isdir(target):
         raise RecipeError(f"{target} is a folder")
-    if target.exists() and target.samefile(source):
+    if os.path.exists(target) and target.samefile(source):
         raise RecipeError(f"{target} is the packaged file itself")
-    if target.exists() and not force:
+    if os.path.exists(target) and not force:
         raise RecipeError(f"{target} is there already. Write: --force, or another name")
     try:
         shutil.copyfile(source, target)

@@ -67,14 +67,14 @@ def _model(settings: Settings) -> Iterator[Remark]:
     elif family is None and settings["warm_up_steps"]:
         text = f"warm_up_steps is for embedded models, and {name!r} is none. Drop `warm_up_steps`"
         yield settings.error("warm_up_steps", text)
-    if family is None and is_path(name) and not (Path(name).expanduser() / "config.json").is_file():
+    if family is None and is_path(name) and not os.path.isfile(Path(name, "config.json")):
         where = Path(name)
-        siblings = [str(p.parent) for p in where.parent.glob("*/config.json")] if where.parent.is_dir() else []
+        siblings = [str(p.parent) for p in where.parent.glob("*/config.json")] if os.path.isdir(where.parent) else []
         yield settings.error(key, f"there is no model in the folder {name}{hint(nearest(name, siblings))}")
     if family == "reward" and settings.task != "reward":
         yield settings.error(key, f"{name} only scores; {settings.task} needs a model that answers, such as tiny:text")
     if settings["bnb_4bit_compute_dtype"] is not None and not settings["load_in_4bit"]:
-        packed = family is None and (not Path(name).is_dir() or _is_packed(Path(name)))
+        packed = family is None and (not os.path.isdir(name) or _is_packed(Path(name)))
         if not packed:
             text = f"bnb_4bit_compute_dtype is for 4-bit models, and {name} is none"
             yield settings.error("bnb_4bit_compute_dtype", text, "load_in_4bit: true")
@@ -116,11 +116,10 @@ def _dataset(settings: Settings) -> Iterator[Remark]:
             text = f"{name} has pictures, and {TINY}{family} takes none"
             yield settings.error("model_name_or_path", text, "model_name_or_path: tiny:llava")
     elif is_path(name):
-        path = Path(name).expanduser()
-        if not path.exists():
+        if not os.path.exists(name):
             yield settings.error(key, f"there is no dataset at {name}")
             return
-        found = local_columns(path, str(settings["dataset_train_split"]))
+        found = local_columns(Path(name), str(settings["dataset_train_split"]))
         if found and any(column.endswith("file_name") for column in found):
             found = [*found, "image"]  # a folder of pictures, whose texts are in a file beside them
         yield from _columns(settings, name, found) if found else ()
@@ -162,19 +161,23 @@ def _rewards(settings: Settings) -> Iterator[Remark]:
 
 
 def _output(settings: Settings) -> Iterator[Remark]:
-    output = Path(settings["output_dir"] or "trainer_output").expanduser()
-    if "\0" in str(output):
-        yield settings.error("output_dir", "output_dir is no name of a folder")
-        return
-    if output.exists() and not output.is_dir():
+    output = Path(settings["output_dir"] or "trainer_output")
+    try:
+        os.stat(output)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            why = getattr(error, "strerror", None) or error
+            yield settings.error("output_dir", f"output_dir {shown(str(output))} is no name of a folder: {why}")
+            return
+    if os.path.exists(output) and not os.path.isdir(output):
         yield settings.error("output_dir", f"output_dir {output} is a file", f"output_dir: {output}-run")
         return
-    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-    if not os.access(existing, os.W_OK) or not existing.is_dir():
-        why = "read-only" if existing.is_dir() else "a file"
+    existing = next(folder for folder in (output, *output.absolute().parents) if os.path.exists(folder))
+    if not os.access(existing, os.W_OK) or not os.path.isdir(existing):
+        why = "read-only" if os.path.isdir(existing) else "a file"
         yield settings.error("output_dir", f"output_dir {output} cannot be written: {existing} is {why}")
     resume = settings["resume_from_checkpoint"]
-    if isinstance(resume, str) and resume.lower() not in {"", "true", "false"} and not Path(resume).is_dir():
+    if isinstance(resume, str) and resume.lower() not in {"", "true", "false"} and not os.path.isdir(resume):
         fix = f"resume_from_checkpoint: {output}/checkpoint-100"
         yield settings.error("resume_from_checkpoint", f"there is no checkpoint {resume}", fix)
 
@@ -200,7 +203,7 @@ def _inside(settings: Settings) -> Iterator[Remark]:
                 yield settings.error(key, text, f"{name}: {output / PurePosixPath(place).name}")
     for key in FILES_OR_MAPPINGS & set(settings.values):
         value = settings[key]
-        if isinstance(value, str) and settings.sound(key) and not Path(value).is_file():
+        if isinstance(value, str) and settings.sound(key) and not os.path.isfile(value):
             yield settings.error(key, f"there is no file {value} ({key})")
 
 
@@ -218,7 +221,7 @@ def _places(value: Any, words: frozenset[str]) -> Iterator[tuple[str, Any]]:
 
 def _below(place: str, output: Path) -> bool:
     inside = os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(place)))
-    root = os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(output)))
+    root = os.path.normpath(os.path.join(os.getcwd(), output))
     return inside == root or inside.startswith(root + os.sep)
 
 

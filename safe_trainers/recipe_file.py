@@ -4,6 +4,7 @@ Nothing in the file is run: YAML's safe tags alone are known. Aliases and merges
 few lines of them can stand for billions of values.
 """
 
+import os
 import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -114,12 +115,15 @@ def read_file(path: str | Path) -> RecipeFile:
 
 def _bytes(path: Path, made: RecipeFile) -> bytes | None:
     try:
-        if path.is_dir():
+        if os.path.isdir(path):
             made.flaws.append(Flaw(None, "this is a folder, not a recipe"))
             return None
-        if not path.is_file():
-            siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        if not os.path.exists(path):
+            siblings = [str(p) for p in path.parent.glob("*.yaml")] if os.path.isdir(path.parent) else []
             made.flaws.append(Flaw(None, f"there is no such file{hint(nearest(str(path), siblings))}"))
+            return None
+        if not os.path.isfile(path):
+            made.flaws.append(Flaw(None, "this is not a file that can be read twice: write it to a file of its own"))
             return None
         if path.stat().st_size > MAX_BYTES:
             made.flaws.append(Flaw(None, f"this is not a recipe: it is larger than {MAX_BYTES // 2**20} MiB"))

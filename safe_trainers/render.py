@@ -127,8 +127,12 @@ def console(stderr: bool = False) -> "Console":
     """
     from rich.console import Console
 
-    made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(stderr=stderr, width=_WIDTH)
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # where rich would end with status 1, which says that something was warned of
+
+    made = Ours(stderr=stderr)
+    return made if made.is_terminal else Ours(stderr=stderr, width=_WIDTH)
 
 
 def _columns(table: Table) -> list[str]:

@@ -1,5 +1,6 @@
 """The settings of a recipe while it is checked: each value, where it is written, and what was found wrong."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,8 @@ from .schema import Schema
 
 
 COMMAND_LINE = "on the command line"
+
+_ASSIGNED = re.compile(r"\b(\w+)=(?:'([^']*)'|(True|False)|(?=\{))")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Remark:
         """
         if self.problem is None:
             raise ValueError("this remark is no precision finding")
-        return replace(self.problem, given=f"{self.where}: {self.problem.given}")
+        return replace(self.problem, given=f"{self.where}: {self.problem.given}", fix=self.fix or self.problem.fix)
 
 
 def one_line(text: str) -> str:
@@ -152,7 +155,8 @@ class Settings:
         return self.remark("error", keys, text, fix, item)
 
     def finding(self, level: Level, keys: tuple[str, ...], problem: Problem) -> Remark:
-        """A precision finding at the first of some keys that was set."""
+        """A precision finding at the first of some keys that was set; what it says to write in Python, as YAML."""
         file, line = self.place(*keys)
         text = f"{problem.given}: {problem.why.rstrip('.')}"
-        return Remark(level, text, problem.fix, keys[0], file, line, problem)
+        fix = _ASSIGNED.sub(lambda found: f"{found[1]}: {found[2] or (found[3] or '').lower()}", problem.fix)
+        return Remark(level, text, fix, keys[0], file, line, problem)

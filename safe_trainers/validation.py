@@ -27,6 +27,10 @@ from .settings import Remark, Settings, one_line
 
 LAUNCHER = re.compile(r"--accelerate_config[ =](\S+)")
 PROCESSES = re.compile(r"--num_processes[ =](\d+)")
+PLACES = frozenset(
+    ("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reward_model_name_or_path")
+)
+"""Keys that a folder stands in, or may stand in; `~` is expanded, and what is empty counts as not written."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,17 @@ def validate(
         processes: How many processes it is to be started in; by default what the launch config or the header says.
 
     Returns:
-        The recipe's values, and what there is to say about them.
+        The recipe's values, and what there is to say about them; where the task cannot be told, that alone.
 
     Raises:
-        RecipeError: If the task is not known, and cannot be told.
+        RecipeError: If there is no such task.
     """
     file = RecipeFile("command line") if path is None else read_file(path)
-    task = task or task_of(file)
+    likely = tasks_of(file) if task is None else [task]
+    task = likely[0]
+    if len(likely) > 1:
+        asked = Remark("error", f"it could be a recipe for {', '.join(likely)}", f"--task {task}", None, file.path)
+        return Checked(task, file.path, (asked, *(_from_flaw(flaw, file.path) for flaw in file.flaws)))
     schema = schema or load(task)
     settings = Settings(task, schema, None if path is None else str(path), file.entries)
     remarks = [_from_flaw(flaw, settings.path) for flaw in file.flaws]
@@ -104,6 +112,9 @@ def validate(
     remarks += [_from_flaw(flaw, settings.path) for flaw in env_flaws(file.env)]
     remarks += _file_values(settings)
     remarks += _overrides(settings, list(overrides))
+    for key in PLACES & settings.values.keys():  # datasets and transformers expand only some of them
+        value = settings.values[key]
+        settings.values[key] = (os.path.expanduser(value) or None) if isinstance(value, str) else value
     if readable:
         remarks += _launcher(settings, file, accelerate_config, started)
         settings.processes = processes or settings.processes
@@ -195,32 +206,26 @@ def report(checked: Sequence[Checked]) -> Report:
     return Report("recipes", subject, facts, (), tuple(verdicts))
 
 
-def task_of(file: RecipeFile) -> str:
-    """The task of a recipe: what its folder is called, the command that its header begins with, or what its keys say.
+def tasks_of(file: RecipeFile) -> list[str]:
+    """What a recipe is for, as its folder is called, as the command of its header says, or as its keys do.
 
     Args:
         file: The recipe.
 
     Returns:
-        One of `TASKS`.
-
-    Raises:
-        RecipeError: If none of these tells.
+        One of `TASKS`; several where none of these tells.
     """
     folder = Path(file.path).absolute().parent.name
     if folder in TASKS:
-        return folder
+        return [folder]
     words = file.header[0].split() if file.header else []
     if len(words) > 1 and words[0] in ("safe-trainers", "trl") and words[1] in TASKS:
-        return words[1]
+        return [words[1]]
     known = {task: sum(key in load(task).keys for key in file.entries) for task in TASKS}
     best = max(known.values())
-    likely = [task for task in TASKS if known[task] == best]
-    if len(likely) == 1:
-        return likely[0]
     if not file.entries:
-        return TASKS[0]  # there is nothing to check but the file itself
-    raise RecipeError(f"{file.path} could be a recipe for {', '.join(likely)}. Write: --task {likely[0]}")
+        return [TASKS[0]]  # there is nothing to check but the file itself
+    return [task for task in TASKS if known[task] == best]
 
 
 def _from_flaw(flaw: Flaw, path: str | None) -> Remark:
@@ -254,7 +259,9 @@ def _overrides(settings: Settings, words: list[str]) -> Iterator[Remark]:
         else:
             stray.append(word)
     if stray:
-        yield Remark("error", f"{' '.join(stray)} belongs to no key", "--key value")
+        recipe = stray[0].endswith((".yaml", ".yml"))
+        fix = f"--config {stray[0]}" if recipe and settings.path is None else "--key value"
+        yield Remark("error", f"{' '.join(stray)} belongs to no key", fix)
     for name, values in options:
         yield from _override(settings, name, values)
 
@@ -312,11 +319,12 @@ def _launcher(settings: Settings, file: RecipeFile, asked: str | None, started: 
     if name is None:
         return
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):
         try:
             path = packaged.find(name, "configs")
         except RecipeError as error:
-            yield Remark("error", str(error), None, "accelerate_config")
+            place = (None, None) if asked else (settings.path, 1)
+            yield Remark("error", str(error), None, "accelerate_config", *place)
             return
     launch = read_file(path)
     yield from (_from_flaw(flaw, str(path)) for flaw in launch.flaws)

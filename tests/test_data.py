@@ -273,3 +273,15 @@ def test_a_recipe_has_these_keys(tmp_path, monkeypatch):
     extra = read_recipe("grpo", ["--config", "recipe.yaml", "--dataset_limit", "5"]).extra
     assert (extra.dataset_columns, extra.dataset_filter) == (OPEN_R1, {"kind": ["a", "b"]})
     assert (extra.image_resize, extra.dataset_limit) == ([16, 24], 5)
+
+
+def test_no_row_is_looked_at_after_the_last_that_is_wanted():
+    class Rows(list):
+        def __contains__(self, value):
+            looked_at.append(value)
+            return super().__contains__(value)
+
+    looked_at = []
+    keys = DatasetArguments(dataset_filter={"kind": Rows([1])}, dataset_limit=2)
+    made = prepare_dataset(Dataset.from_dict({"kind": [1, 0, 1, 0, 0, 1]}), keys, "of mine")
+    assert (len(made), looked_at) == (2, [1, 0, 1])

@@ -265,3 +265,8 @@ def test_whatever_is_given_is_explained_or_not(text):
 def test_a_word_that_is_no_file_is_a_message(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["explain", "KeyboardInterrupt"]) == 1
+
+
+def test_a_long_word_is_a_message_and_no_file(capsys):
+    assert main(["explain", "a" * 400]) == 1
+    assert "not in the catalogue" in capsys.readouterr().out

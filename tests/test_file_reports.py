@@ -222,7 +222,7 @@ def test_a_recipe(tmp_path, monkeypatch, capsys):
     assert report["verdicts"][0]["id"] == "fp16-on-cpu"
     recipe.write_text(text + "precision: bf16\nfp16: true\n")
     assert main(["report", str(recipe)]) == 2
-    assert "drop `fp16=True`" in capsys.readouterr().err
+    assert "drop `fp16: true`" in capsys.readouterr().err
 
 
 def test_a_recipe_of_the_package_and_one_that_says_no_task(tmp_path, capsys):
@@ -234,6 +234,11 @@ def test_a_recipe_of_the_package_and_one_that_says_no_task(tmp_path, capsys):
     shutil.copy(find_recipe("reward/tiny_text_bf16.yaml"), aside)
     status, report = read("report", aside, "--task", "reward", capsys=capsys)
     assert (status, report["facts"]["task"]) == (0, "reward")
+    status, report = read("report", aside, capsys=capsys)  # its header says it
+    assert (status, report["facts"]["task"]) == (0, "reward")
+    aside.write_text("model_name_or_path: tiny:llava\nseed: 1\nseed: 2\n")
+    assert main(["report", str(aside)]) == 2
+    assert capsys.readouterr().err.count("is written twice") == 1  # once, and not for each task
 
 
 def test_an_embedded_model_is_reported_on_without_a_trace(tmp_path, monkeypatch, capsys):
@@ -244,7 +249,9 @@ def test_an_embedded_model_is_reported_on_without_a_trace(tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["nothing/of/that/name", "./here", "tiny:lava", "missing.yaml", "missing.json"])
+@pytest.mark.parametrize(
+    "name", ["nothing/of/that/name", "./here", "tiny:lava", "missing.yaml", "missing.json", "/" + "a" * 300]
+)
 def test_what_is_not_there_is_one_error(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["report", name]) == 2
@@ -288,3 +295,11 @@ def test_the_same_twice_does_not_differ(run, capsys):
     status, report = read("compare", run / "checkpoint-1", run / "checkpoint-2", capsys=capsys)
     assert status == 1
     assert {row["what"] for row in report["tables"][DIFFERENCES]} >= {"step"}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"architectures": 3}', '{"text_config": 3}'])
+def test_a_config_that_is_none_is_an_error(text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    status, report = read("report", tmp_path, capsys=capsys)
+    assert status == 2
+    assert report["verdicts"][0]["text"].startswith("the config cannot be read: ")

@@ -162,7 +162,10 @@ def test_of_several_checkpoints_the_newest(tmp_path):
         (["broken"], "broken/log.json cannot be read: "),
         (["other"], "other/log.json is no log of a run: it holds neither `log` nor `log_history`"),
         (["short"], "short/log.json cannot be drawn: the run ended before its first log; lower logging_steps"),
-        (["run", "--output", "plot.pgn"], "--output plot.pgn is no picture; did you mean '.png'?"),
+        (["run", "--output", "plot.pgn"], "--output plot.pgn is no picture. Write: --output plot.png"),
+        (["run", "--output", "."], "--output . is no picture. Write: --output plot.png"),
+        (["run", "--output", "/"], "--output / is no picture. Write: --output /plot.png"),
+        (["a" * 300], f"there is no run {'a' * 300}"),
         (["run", "--output", "nowhere/plot.png"], "there is no folder nowhere for --output nowhere/plot.png"),
     ],
 )
@@ -199,3 +202,9 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     assert main(["plot", str(folder)]) == 2
     assert 'pip install "safe-trainers[plots]"' in capsys.readouterr().err
+
+
+def test_a_suffix_in_capitals_is_one(tmp_path):
+    folder = write(tmp_path / "run", GRPO)
+    assert main(["plot", str(folder), "--output", str(tmp_path / "x.PNG")]) == 0
+    assert (tmp_path / "x.PNG").read_bytes().startswith(PNG)

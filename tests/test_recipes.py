@@ -89,10 +89,10 @@ BAD = {
         {"dtype": "bflot16"},
         "recipe.yaml:2: dtype is 'bflot16', and takes one of auto, bfloat16, float16, float32. Write: dtype: bfloat16",
     ),
-    "misspelt precision": ({"precision": "bf61"}, "fix: precision='bf16'  [unknown-dtype]"),
+    "misspelt precision": ({"precision": "bf61"}, "fix: precision: bf16  [unknown-dtype]"),
     "contradicting flags": (
         {"precision": "fp16", "bf16": True},
-        "fix: drop `bf16=True`, or drop `precision='fp16'`  [precision-contradicts-flag]",
+        "fix: drop `bf16: true`, or drop `precision: fp16`  [precision-contradicts-flag]",
     ),
     "misspelt embedded model": (
         {"model_name_or_path": "tiny:llva"},
@@ -466,3 +466,38 @@ def test_any_spelling_of_a_dtype_works_in_model_init_kwargs(recipe, tmp_path):
     assert main(["grpo", *recipe(**changes, output_dir="out", save_strategy="no", progress=False)]) == 0
     census = json.loads((tmp_path / "out" / "log.json").read_text())["precision"]["census"]
     assert set(census["elements"]["weights"]) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("words", [["validate", "--json"], ["validate"], ["list", "--json"], ["explain"]])
+def test_a_pipe_that_is_closed_early_is_no_traceback(words, recipe):
+    recipe()
+    command = [sys.executable, "-m", "safe_trainers.cli", *words, *(["recipe.yaml"] if words[0] != "list" else [])]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    assert child.wait() == 141  # as a shell says it, and not 1, which says that something was warned of
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--num_processes", "0"], "0 is no number of processes"),
+    (["--num-processes", "-2"], "-2 is no number of processes"),
+    (["--num_processes", "two"], "two is no number of processes"),
+    (["--accelerate-config", "zero9"], "there is no config zero9"),
+])  # fmt: skip
+def test_options_of_the_launcher(words, said, recipe, capsys):
+    try:
+        status = main(["grpo", *recipe(), *words])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_dataset_may_be_one_file_and_places_are_printed_as_they_are(recipe, tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "solution": "b"}\n' * 4)
+    output = f"{'long' * 30}[lr]"  # longer than a line, and what rich takes for markup
+    changes = {"model_name_or_path": "tiny:text", "dataset_name": "data.jsonl", "needs_images": False}
+    changes |= {"reward_funcs": ["math_answer_reward"], "max_steps": 1, "save_strategy": "no", "logging_steps": 1}
+    assert main(["grpo", *recipe(**changes, output_dir=output)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"checkpoint  {output}", f"log         {output}/log.json", f"plot        {output}/plot.png"]

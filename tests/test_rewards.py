@@ -21,6 +21,8 @@ from safe_trainers.rewards import (
 
 
 SAME = [
+    (r"\$5", "5"),
+    (r"\$1,200.50", "$1200.50$"),
     # letters of choices
     ("A", "A"), ("(A)", "A"), ("a", "A"), ("A.", "(A)"), (r"\text{A}", "A"), ("Option B", "B"), ("B. 12 cm", "B"),
     # numbers and units

@@ -70,6 +70,14 @@ def test_every_recipe_of_the_package_is_clean(path):
 # --- the table: lines added to a good recipe (line 13 and on), and what is said of which line -----------------------
 
 WRONG = {
+    "sizes the wrong way round": ("image_min_size: 9\nimage_max_size: 5", 13, "image_min_size=9 is above"),
+    "pixels the wrong way round": ("image_max_pixels: 5\nimage_min_pixels: 9", 14, "image_min_pixels=9 is above"),
+    "no size": ("image_resize: [0, 9]", 13, "image_resize=[0, 9] is no width and height"),
+    "pictures twice": ("dataset_columns: {prompt: prompt, image: image, images: image}", 13, "which are the same"),
+    "template without a prompt": (
+        "dataset_columns: {images: image}\nprompt_template: '{prompt}!'", 14, "prompt_template makes the prompt",
+    ),
+    "where statistics go": ("env: {VLLM_USAGE_STATS_SERVER: 'http://a.b'}", 13, "it says where requests go"),
     "misspelt key": ("learning_rte: 1e-5", 13, "there is no key 'learning_rte'; did you mean 'learning_rate'?"),
     "hyphens": ("learning-rate: 1", 13, "there is no key 'learning-rate'; did you mean 'learning_rate'?"),
     "another task's key": ("packing: true", 13, "'packing' is a key of sft, not of grpo"),
@@ -479,8 +487,13 @@ def test_the_task_is_told_by(said_by, path, text):
 
 def test_a_task_that_nothing_tells_is_asked_for(capsys):
     Path("recipe.yaml").write_text(GOOD)
-    assert main(["validate", "recipe.yaml"]) == 2
-    assert capsys.readouterr().err == "error: recipe.yaml could be a recipe for grpo, rloo. Write: --task grpo\n"
+    Path("twice.yaml").write_text("model_name_or_path: tiny:aria\nseed: 1\nseed: 2\n")
+    assert main(["validate", "recipe.yaml", "twice.yaml", "nowhere.yaml", "--json"]) == 2
+    said = [(v["text"], v.get("fix")) for v in json.loads(capsys.readouterr().out)["verdicts"]]
+    assert said[0] == ("recipe.yaml: it could be a recipe for grpo, rloo", "--task grpo")
+    assert said[1] == ("twice.yaml: it could be a recipe for grpo, rloo, sft, reward", "--task grpo")
+    assert said[2] == ("twice.yaml:3: 'seed' is written twice, first in line 2", "it once")
+    assert said[3][0].startswith("nowhere.yaml: there is no such file")
 
 
 @pytest.mark.parametrize(("precision", "config", "errors"), [
@@ -676,3 +689,66 @@ def test_a_contradiction_is_said_beside_keys_that_are_broken(tmp_path):
     assert "torch_dtype is no key any more" in said[2]
     assert "`bf16=True` says something else" in said[3]
     assert "use_cpu" in said[5]
+
+
+@pytest.mark.parametrize("key", ["model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint",
+                                 "deepspeed"])  # fmt: skip
+@pytest.mark.parametrize("name", ["a" * 300, "~nobody_of_this_name/x", "/a" * 3000])
+def test_names_that_no_file_can_have_are_no_traceback(key, name, capsys):
+    Path("recipe.yaml").write_text("\n".join(line for line in GOOD.splitlines() if not line.startswith(key)))
+    checked = validate("recipe.yaml", task="grpo", overrides=[f"--{key}", name])
+    if key == "output_dir" and not name.startswith("~"):
+        assert "is no name of a folder: File name too long" in checked.errors[0].text
+    assert main(["validate", name]) == 2
+    assert "there is no such file" in capsys.readouterr().out
+
+
+def test_a_home_folder_is_expanded_for_whoever_reads_the_values(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text('{"prompt": "a"}\n')
+    text = with_lines("!dataset_name: ~/data").replace("output_dir: out\n", "output_dir: ~/out\n")
+    checked = check(text)
+    assert checked.errors == ()
+    assert checked.values["dataset_name"] == str(tmp_path / "data")
+    assert checked.values["output_dir"] == str(tmp_path / "out")
+
+
+def test_an_output_dir_without_a_name_is_the_default():
+    assert check(GOOD.replace("output_dir: out", "output_dir: ''")).values["output_dir"] is None
+
+
+def test_a_pipe_is_no_missing_file():
+    os.mkfifo("pipe.yaml")
+    assert "write it to a file of its own" in validate("pipe.yaml", task="grpo").errors[0].text
+
+
+def test_a_recipe_without_its_option(capsys):
+    assert main(["grpo", "recipe.yaml"]) == 2
+    assert "recipe.yaml belongs to no key. Write: --config recipe.yaml" in capsys.readouterr().err
+
+
+def test_the_launch_config_of_a_header_is_in_the_header():
+    text = GOOD.replace("# a header", "# safe-trainers grpo --config recipe.yaml --accelerate_config zero9")
+    assert said(check(text)) == [(1, "there is no config zero9; did you mean 'zero3'?")]
+
+
+def test_a_dtype_of_the_model_is_said_where_it_is_written_and_as_a_recipe_has_it():
+    (error,) = check(GOOD + "dtype: bfloat16\nmodel_init_kwargs: {dtype: fp12}\n").errors
+    assert (error.line, error.fix) == (14, "dtype: fp32")
+    (error,) = check(with_lines("!precision: bf61")).errors
+    assert error.fix == "precision: bf16"
+    with pytest.raises(PrecisionError, match="fix: precision: bf16"):
+        check(with_lines("!precision: bf61")).check()
+
+
+def test_the_range_of_a_key_is_said_once():
+    (error,) = check(GOOD + "num_train_epochs: -1\n").errors
+    assert error.text == "num_train_epochs=-1.0 has to be above 0"
+
+
+@pytest.mark.parametrize("text", ["x" * 200_000, '"a"b,c\n', "\ufeffprompt,solution\n1,2\n"])
+def test_the_first_line_of_a_table_is_its_columns_or_none(text):
+    Path("data.csv").write_text(text, encoding="utf-8")
+    found = local_columns(Path("data.csv"))
+    assert found == ["prompt", "solution"] if "prompt" in text else found is None or len(found) == 2

@@ -62,7 +62,9 @@ def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | Non
             run_recipe(read_recipe("grpo", [*argv, *stock, "--output_dir", folder]), console, trl.GRPOTrainer)
         console.print("  it trained: this TRL and transformers no longer have the fault", style="yellow")
     except RuntimeError as error:
-        console.print(f"  {type(error).__name__}: {str(error).splitlines()[0]}", style="red", soft_wrap=True)
+        console.print(
+            f"  {type(error).__name__}: {str(error).splitlines()[0]}", style="red", soft_wrap=True, markup=False
+        )
         # Accelerate's autocast leaks out of a forward that failed; the next run must not start inside it.
         torch.set_autocast_enabled("cpu", False)
         torch.clear_autocast_cache()

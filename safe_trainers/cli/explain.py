@@ -1,6 +1,7 @@
 """`safe-trainers explain "ERROR TEXT"`, or a log file, or standard input: what an error means, and what to write."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -55,9 +56,9 @@ def _given(words: Sequence[str]) -> bytes:
     if len(words) > 1 or not re.fullmatch(r"\S{1,1000}|[^\n]{1,300}\.(?:log|txt|out|err)", text):
         return text.encode()
     file = Path(text)
-    if file.is_dir():
+    if os.path.isdir(file):
         raise RecipeError(f"{file} is a folder. Write: safe-trainers explain {file}/train.log")
-    if file.is_file():
+    if os.path.isfile(file):
         try:
             with file.open("rb") as stream:
                 head = stream.read(2)  # a mark of UTF-16
@@ -68,6 +69,8 @@ def _given(words: Sequence[str]) -> bytes:
             raise RecipeError(f"{file} cannot be read: {error.strerror}") from None
         return tail if size <= 2 * MOST or head not in (b"\xff\xfe", b"\xfe\xff") else head + tail
     if "/" in text or file.suffix in {".log", ".txt", ".out", ".err"}:
-        siblings = [str(path) for path in file.parent.glob("*") if path.is_file()] if file.parent.is_dir() else []
+        siblings = (
+            [str(path) for path in file.parent.glob("*") if path.is_file()] if os.path.isdir(file.parent) else []
+        )
         raise RecipeError(f"there is no file {text}{hint(nearest(text, siblings))}")
     return text.encode()

@@ -114,6 +114,11 @@ def run() -> None:
     """The installed program: `main`, in a process of its own, whose output is for a person to read."""
     quieten()
     try:
-        sys.exit(main())
+        status = main()
+        sys.stdout.flush()
+        sys.exit(status)
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell says it; a traceback would be nobody's news
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        sys.exit(141)

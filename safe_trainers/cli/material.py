@@ -1,6 +1,7 @@
 """What a run is made from: its datasets, and the embedded models, which are made on the spot."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -62,8 +63,13 @@ def _load_dataset(recipe: Any) -> Any:
     if recipe.mixture.datasets:
         splits = get_dataset(recipe.mixture)
     else:
+        name, files = script.dataset_name, None
+        if os.path.isfile(name):  # datasets loads folders, and files of one
+            name, files = os.path.split(os.path.abspath(name))
         try:
-            splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+            splits = load_dataset(
+                name, name=script.dataset_config, data_files=files, streaming=script.dataset_streaming
+            )
         except (FileNotFoundError, ConnectionError, ValueError) as error:
             raise RecipeError(f"dataset {script.dataset_name} cannot be loaded: {error}") from error
     return splits

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     Raises:
         RecipeError: If there is no log to draw, or no place to draw it to.
     """
-    from ..errors import RecipeError, hint, nearest
+    from ..errors import RecipeError
 
     file = find_log(Path(options.run))
     log = read_log(file)
@@ -67,10 +68,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if reason is not None:
         raise RecipeError(f"{file} cannot be drawn: {reason}")
     output = Path(options.output) if options.output else file.parent / "plot.png"
-    if output.suffix not in FORMATS:
-        near = hint(nearest(output.suffix, FORMATS))
-        raise RecipeError(f"--output {output} is no picture{near}. Write: --output {output.with_suffix('.png')}")
-    if not output.parent.is_dir():
+    if output.suffix.lower() not in FORMATS:
+        meant = output.with_suffix(".png") if output.name else output / "plot.png"
+        raise RecipeError(f"--output {output} is no picture. Write: --output {meant}")
+    if not os.path.isdir(output.parent):
         raise RecipeError(f"there is no folder {output.parent} for --output {output}")
     try:
         plot_run(log, output, file.parent.resolve().name)
@@ -94,9 +95,9 @@ def find_log(place: Path) -> Path:
     """
     from ..errors import RecipeError, hint, nearest
 
-    if place.is_file():
+    if os.path.isfile(place):
         return place
-    direct = [place / name for name in FILES if (place / name).is_file()]
+    direct = [place / name for name in FILES if os.path.isfile(place / name)]
     if direct:
         return direct[0]
 
@@ -104,13 +105,13 @@ def find_log(place: Path) -> Path:
         number = file.parent.name.rpartition("-")[2]
         return int(number) if number.isdigit() else -1
 
-    inside = sorted(place.glob("checkpoint-*/trainer_state.json"), key=step) if place.is_dir() else []
+    inside = sorted(place.glob("checkpoint-*/trainer_state.json"), key=step) if os.path.isdir(place) else []
     if inside:
         return inside[-1]
     above = place.parent
-    logs = [found for name in FILES for found in above.glob(f"*/{name}")] if above.is_dir() else []
+    logs = [found for name in FILES for found in above.glob(f"*/{name}")] if os.path.isdir(above) else []
     near = nearest(str(place), sorted({str(found.parent) for found in logs}))
-    if not place.exists():
+    if not os.path.exists(place):
         raise RecipeError(f"there is no run {place}{hint(near)}")
     raise RecipeError(f"{place} is no run: it holds neither {' nor '.join(FILES)}{hint(near)}")
 

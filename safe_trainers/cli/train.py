@@ -252,12 +252,12 @@ def write_run(run: Run, recipe: Any, console: Console) -> None:
             soft_wrap=True,
             highlight=False,
         )
-    console.print(f"checkpoint  {run.output_dir}", highlight=False)
-    console.print(f"log         {log}", highlight=False)
+    written: dict[str, object] = {"checkpoint": run.output_dir, "log": log}
     if (run.output_dir / FILE).is_file():
-        console.print(f"report      {run.output_dir / FILE}", highlight=False)
-    drawn = str(plot) if plot else f"not drawn: {why_not(trainer.state.log_history)}"
-    console.print(f"plot        {drawn}", highlight=False, markup=False)
+        written["report"] = run.output_dir / FILE
+    written["plot"] = plot or f"not drawn: {why_not(trainer.state.log_history)}"
+    for what, place in written.items():
+        console.print(f"{what:<11} {place}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _precision(trainer: Any) -> dict[str, Any] | None:

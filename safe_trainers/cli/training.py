@@ -22,10 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="recipe: a YAML file of TRL's keys and ours")
     parser.add_argument(
         "--accelerate_config",
+        "--accelerate-config",
         metavar="NAME|FILE",
         help="launch config: single_gpu, ddp, fsdp2, zero2, zero3, or a file of accelerate's",
     )
-    parser.add_argument("--num_processes", metavar="N", type=int, help="processes to launch; by default one per GPU")
+    parser.add_argument(
+        "--num_processes",
+        "--num-processes",
+        metavar="N",
+        type=_count,
+        help="processes to launch; by default one per GPU",
+    )
     parser.add_argument(
         "--resume",
         metavar="CHECKPOINT",
@@ -34,9 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on from a checkpoint; by default from the newest complete one in output_dir",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="build everything, train no step, print the precision report"
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="build everything, train no step, print the precision report",
     )
     parser.add_argument("--json", action="store_true", help="print the report of --dry-run as JSON")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes")
+    return int(text)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
