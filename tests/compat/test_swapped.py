@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -30,6 +32,7 @@ def outcomes(report):
     return {f"{case.get('classname')}::{case.get('name')}": not len(case) for case in cases}
 
 
+@pytest.mark.timeout(900)  # two whole suites, which take half a minute on an idle machine
 def test_the_foreign_suites_pass_with_the_stock_trainers_and_with_the_safe_ones(tmp_path):
     stock = run("-m", "pytest", *SUITES, f"--junit-xml={tmp_path}/stock.xml")
     safe = run(SWAP, *SUITES, f"--junit-xml={tmp_path}/safe.xml")

@@ -165,7 +165,9 @@ def test_evaluation_metrics_and_the_best_model(saved, common):
     trainer.train()
     assert "eval_other_right" in seen.metrics
     assert Path(trainer.state.best_model_checkpoint).is_dir()
-    assert trainer.evaluate(held["held"])["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-5)
+    assert trainer.evaluate(trainer.eval_dataset["held"])["eval_loss"] == pytest.approx(
+        trainer.state.best_metric, rel=1e-5
+    )
 
 
 def test_prediction(saved, common):
