@@ -160,7 +160,7 @@ ENTRIES = (
     Entry(
         "out-of-memory",
         "torch",
-        ("CUDA out of memory. Tried to allocate",),
+        ("CUDA out of memory",),
         "weights, gradients, optimizer state and activations together are more than the GPU has. float32 takes twice "
         "what half precision does, and Adam two more numbers for each that is trained.",
         "`safe-trainers report RECIPE` says what takes how much; then `gradient_checkpointing: true`, a smaller "

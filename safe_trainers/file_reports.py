@@ -121,10 +121,14 @@ def report_on_folder(folder: Path) -> Report:
         verdicts += found
     saved = next((place / FILE for place in (folder, folder.parent) if (place / FILE).is_file()), None)
     if saved is not None and (checkpoint is not None or listed or saved.parent == folder):
-        report = read_report(saved)
-        facts["report of the run"] = str(report.facts.get("phase"))
-        tables += [Table(f"{t.title} of the run", t.columns, t.rows) for t in report.tables if t.title == GROUPS]
-        verdicts += [verdict for verdict in report.verdicts if verdict.level in ("warning", "error")]
+        try:
+            report = read_report(saved)
+        except RecipeError as error:  # of all there is, this alone is not known
+            verdicts.append(Verdict("warning", str(error)))
+        else:
+            facts["report of the run"] = str(report.facts.get("phase"))
+            tables += [Table(f"{t.title} of the run", t.columns, t.rows) for t in report.tables if t.title == GROUPS]
+            verdicts += [verdict for verdict in report.verdicts if verdict.level in ("warning", "error")]
     if "config" in facts:
         verdicts.append(Verdict("error", f"the config {facts['config']}"))
     if not verdicts:

@@ -17,6 +17,9 @@ Kind = Literal["recipes", "configs"]
 HEADINGS = frozenset({"Hardware", "Versions", "Settings", "Source", "Verified"})
 """The names that a header's paragraphs begin with."""
 
+SEVERAL = "stands for"
+"""What is said of a name that is not one file's alone."""
+
 
 @dataclass(frozen=True)
 class Packaged:
@@ -107,7 +110,7 @@ def find(name: str, kind: Kind) -> Path:
             return short[0]
         if short:
             several = ", ".join(path.relative_to(root).as_posix() for path in short)
-            raise RecipeError(f"{name} stands for {several}. Write one of them whole")
+            raise RecipeError(f"{name} {SEVERAL} {several}. Write one of them whole")
     names = {**dict.fromkeys(known), **{path.name: None for path in files}, **{path.stem: None for path in files}}
     raise RecipeError(f"there is no {kind.removesuffix('s')} {name}{hint(nearest(plain, names))}")
 
@@ -120,13 +123,18 @@ def recipe_path(name: str) -> Path:
 
     Returns:
         The file; one that does not exist is returned as it was written.
+
+    Raises:
+        RecipeError: If several recipes have that name.
     """
     path = Path(name)
     if os.path.exists(path):
         return path
     try:
         return find(name, "recipes")
-    except RecipeError:
+    except RecipeError as error:
+        if SEVERAL in str(error):
+            raise
         return path
 
 
@@ -184,7 +192,7 @@ def _find_any(name: str) -> Path:
             return find(name, kind)
         except RecipeError as error:
             said.append(str(error))
-    raise RecipeError(next((text for text in said if "stands for" in text or "did you mean" in text), said[0]))
+    raise RecipeError(next((text for text in said if SEVERAL in text or "did you mean" in text), said[0]))
 
 
 def _first(text: str | None) -> str | None:

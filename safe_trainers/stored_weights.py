@@ -67,7 +67,7 @@ def read_weights(path: Path) -> dict[str, Stored]:
     if path.suffix == ".safetensors":
         try:
             return safetensors_header(path)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"{path.name} is truncated or corrupt: {error}") from error
     content = read_plain(path)
     if not isinstance(content, dict):

@@ -198,7 +198,7 @@ def report(checked: Sequence[Checked]) -> Report:
         if not one.errors:
             verdicts.append(Verdict("ok", f"{one.path}: {one.task}, {len(one.values)} keys"))
     schemas = {str(one.schema.versions.get("trl")) for one in checked if one.schema is not None}
-    facts = {"keys of": f"TRL {', '.join(sorted(schemas))}"}
+    facts = {"keys of": f"TRL {', '.join(sorted(schemas))}"} if schemas else {}
     installed = installed_trl()
     if installed is not None and schemas and installed not in schemas:
         facts["installed"] = f"TRL {installed}, whose training commands check its own keys again"

@@ -270,3 +270,8 @@ def test_a_word_that_is_no_file_is_a_message(tmp_path, monkeypatch, capsys):
 def test_a_long_word_is_a_message_and_no_file(capsys):
     assert main(["explain", "a" * 400]) == 1
     assert "not in the catalogue" in capsys.readouterr().out
+
+
+def test_the_first_words_of_a_message_are_enough(capsys):
+    assert main(["explain", "CUDA", "out", "of", "memory"]) == 0
+    assert "out-of-memory (torch)" in capsys.readouterr().out

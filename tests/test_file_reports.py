@@ -303,3 +303,16 @@ def test_a_config_that_is_none_is_an_error(text, tmp_path, capsys):
     status, report = read("report", tmp_path, capsys=capsys)
     assert status == 2
     assert report["verdicts"][0]["text"].startswith("the config cannot be read: ")
+
+
+def test_what_is_damaged_is_named_beside_what_is_not(tmp_path, capsys):
+    folder = tiny.save("text", tmp_path / "model")
+    (folder / FILE).write_text("{")
+    status, report = read("report", folder, capsys=capsys)
+    assert (status, [row["part"] for row in report["tables"][STORED]]) == (1, ["head", "language model"])
+    assert f"{folder / FILE} is no report of this package" in report["verdicts"][0]["text"]
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    status, report = read("report", folder, capsys=capsys)
+    assert status == 2
+    assert report["verdicts"][0]["text"].startswith("model.safetensors is truncated or corrupt: 100 bytes are shorter")

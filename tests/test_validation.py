@@ -489,7 +489,8 @@ def test_a_task_that_nothing_tells_is_asked_for(capsys):
     Path("recipe.yaml").write_text(GOOD)
     Path("twice.yaml").write_text("model_name_or_path: tiny:aria\nseed: 1\nseed: 2\n")
     assert main(["validate", "recipe.yaml", "twice.yaml", "nowhere.yaml", "--json"]) == 2
-    said = [(v["text"], v.get("fix")) for v in json.loads(capsys.readouterr().out)["verdicts"]]
+    report = json.loads(capsys.readouterr().out)
+    said = [(v["text"], v.get("fix")) for v in report["verdicts"]]
     assert said[0] == ("recipe.yaml: it could be a recipe for grpo, rloo", "--task grpo")
     assert said[1] == ("twice.yaml: it could be a recipe for grpo, rloo, sft, reward", "--task grpo")
     assert said[2] == ("twice.yaml:3: 'seed' is written twice, first in line 2", "it once")
@@ -752,3 +753,14 @@ def test_the_first_line_of_a_table_is_its_columns_or_none(text):
     Path("data.csv").write_text(text, encoding="utf-8")
     found = local_columns(Path("data.csv"))
     assert found == ["prompt", "solution"] if "prompt" in text else found is None or len(found) == 2
+
+
+def test_where_no_task_is_known_no_keys_are_named(capsys):
+    Path("recipe.yaml").write_text(GOOD)
+    assert main(["validate", "recipe.yaml", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["facts"] == {}
+
+
+def test_a_name_of_several_recipes_is_no_missing_file(capsys):
+    assert main(["validate", "tiny_vlm_bf16"]) == 2
+    assert "tiny_vlm_bf16 stands for grpo/tiny_vlm_bf16.yaml, rloo/tiny_vlm_bf16.yaml, " in capsys.readouterr().err
