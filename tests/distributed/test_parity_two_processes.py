@@ -7,8 +7,14 @@ import time
 
 import processes
 import pytest
+import transformers
+from packaging.version import Version
 from processes import DISTRIBUTED_TYPES, SHARDED
 
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5"), reason="transformers 4 does not generate under FSDP2"
+)
 
 ADAPTER = {"flag": "bf16", "weights": "bf16", "lora": True}
 ALIKE = {
@@ -22,6 +28,7 @@ ENDS_AT_ONCE = {"generation_kwargs": {"eos_token_id": list(range(421))}}
 QLORA = {**ADAPTER, "packed": "bfloat16", "steps": 2}
 TOGETHER = {
     "sft bf16": {"flag": "bf16", "steps": 2, "after": True},
+    "float32 modules": {"flag": "bf16", "steps": 2, "fp32_modules": ["mlp"]},
     "fp16": {"flag": "fp16", "steps": 3, "infinite": 1},
     "qlora": QLORA,
     "rollout": {"task": "grpo", "steps": 2, **ADAPTER, **QWEN, "by_rank": [ENDS_AT_ONCE, {}],
@@ -176,6 +183,12 @@ def test_fsdp2_computes_bit_for_bit_what_ddp_does(part, together):
         groups = {row["part"]: row for row in found["report"]["tables"]["module groups"]}
         assert groups["language model"]["compute"] == {"fp16": "float16", "sft bf16": "bfloat16"}[part]
         assert groups["language model"]["parameters"] == "float32"
+
+
+def test_float32_modules_are_ddps(together):
+    (ddp, _), (fsdp2, _) = (together(engine).found("float32 modules") for engine in ("ddp", "fsdp2"))
+    assert fsdp2["losses"] == ddp["losses"]
+    assert fsdp2["losses"][0] != together("fsdp2").found("sft bf16")[0]["losses"][0]
 
 
 @ENGINES
