@@ -501,3 +501,18 @@ def test_a_dataset_may_be_one_file_and_places_are_printed_as_they_are(recipe, tm
     assert main(["grpo", *recipe(**changes, output_dir=output)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said == [f"checkpoint  {output}", f"log         {output}/log.json", f"plot        {output}/plot.png"]
+
+
+@pytest.mark.parametrize("changes", [
+    {"dataset_name": "bad"}, {"dataset_name": "bad.yaml"},
+    {"dataset_name": ..., "datasets": [{"path": "bad"}]}, {"dataset_name": ..., "datasets": [{"path": "./nowhere"}]},
+], ids=["broken", "no data", "broken in a mixture", "missing in a mixture"])  # fmt: skip
+def test_data_that_cannot_be_loaded_is_one_line(changes, recipe, tmp_path, capsys):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "train.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (tmp_path / "bad.yaml").write_text("a: 1")
+    assert main(["grpo", *recipe(**changes, needs_images=False, output_dir="out")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert " cannot be loaded: " in line
+    assert len(line) < 400
+    assert not (tmp_path / "out").exists()

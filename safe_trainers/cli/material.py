@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
@@ -57,22 +58,21 @@ def make_datasets(recipe: Any) -> tuple[Any, Any, Any]:
 
 def _load_dataset(recipe: Any) -> Any:
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError, DatasetsError
     from trl import get_dataset
 
     script = recipe.script
-    if recipe.mixture.datasets:
-        splits = get_dataset(recipe.mixture)
-    else:
-        name, files = script.dataset_name, None
+    name, files = script.dataset_name, None
+    try:
+        if recipe.mixture.datasets:
+            return get_dataset(recipe.mixture)
         if os.path.isfile(name):  # datasets loads folders, and files of one
             name, files = os.path.split(os.path.abspath(name))
-        try:
-            splits = load_dataset(
-                name, name=script.dataset_config, data_files=files, streaming=script.dataset_streaming
-            )
-        except (FileNotFoundError, ConnectionError, ValueError) as error:
-            raise RecipeError(f"dataset {script.dataset_name} cannot be loaded: {error}") from error
-    return splits
+        return load_dataset(name, name=script.dataset_config, data_files=files, streaming=script.dataset_streaming)
+    except (DatasetsError, OSError, ValueError) as error:
+        said = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        which = "of the mixture" if recipe.mixture.datasets else script.dataset_name
+        raise RecipeError(f"dataset {which} cannot be loaded: {shorten(str(said), 300)}") from error
 
 
 def _with_columns(recipe: Any, dataset: Any) -> Any:
