@@ -186,8 +186,8 @@ def flat_units(model: nn.Module, wraps: Callable[[nn.Module], bool]) -> dict[str
         wraps: Whether a module is a unit of its own; the model itself always is.
 
     Returns:
-        For each unit that holds parameters, by its name, those below it that are in no unit further down. Tied ones
-        belong to the unit that meets them first, as the outer one is made last.
+        For each unit that holds parameters, by its name, those below it that are in no unit further down; a tied one
+        in each unit that holds it.
     """
     units: dict[str, dict[str, nn.Parameter]] = {"": {}}
 
