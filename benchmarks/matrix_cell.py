@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import io
+import os
 import tempfile
 import time
 import traceback
@@ -122,10 +123,15 @@ def run_cell(cell: Cell, safe: bool, **changes: Any) -> Outcome:
 
 
 def fresh() -> None:
-    """Ends what a failed step left: accelerate's singletons, and autocast regions that nobody closed."""
+    """Ends what a failed step left: accelerate's singletons, and autocast regions that nobody closed.
+
+    transformers 4 leaves what the last config asked for, and the next trainer of the process would compute in it.
+    """
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state(*([True] if state is AcceleratorState else []))
     torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)  # its default
     while torch.autocast_increment_nesting() > 1:
         torch.autocast_decrement_nesting()
         torch.autocast_decrement_nesting()

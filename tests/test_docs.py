@@ -72,6 +72,27 @@ def test_the_committed_matrix_has_no_safe_cell_that_is_not_right():
     assert Counter(row["stock"]["outcome"] for row in rows)["trained"] < len(rows) / 2
 
 
+def test_the_page_of_versions_is_made_from_its_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import versions_page
+
+    assert (ROOT / "docs" / "versions.md").read_text() == versions_page.page(), "run: make docs"
+
+
+def test_no_pair_of_versions_failed_and_no_safe_cell_is_wrong():
+    measured = json.loads((ROOT / "benchmarks/results/compat.json").read_text())
+    assert len(measured["pairs"]) == 4
+    cores = [pair["core"] for pair in measured["pairs"].values() if "core" in pair]
+    slices = [pair["slice"] for pair in measured["pairs"].values() if "slice" in pair]
+    assert cores
+    for core in cores:
+        assert core["passed"] > 1000
+        assert core["failures"] == []
+        assert all(core["skips"])  # each says what upstream lacks
+    assert slices
+    assert not any({"wrong", "crashed"} & part["safe"].keys() or part["problems"] for part in slices)
+
+
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(ROOT / "docs"), str(tmp_path)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
