@@ -112,9 +112,11 @@ class Report:
             verdicts = [Verdict(**verdict) for verdict in values["verdicts"]]
             facts = {str(name): _plain(value) for name, value in values["facts"].items()}
             made = cls(str(values["title"]), str(values["subject"]), facts, tuple(tables), tuple(verdicts))
+            unknown = [verdict.level for verdict in verdicts if verdict.level not in EXIT_STATUS]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no report: {type(error).__name__}: {error}") from error
-        unknown = [verdict.level for verdict in verdicts if verdict.level not in EXIT_STATUS]
+        if any(table.rows and not table.columns for table in tables):
+            raise ValueError("it is no report: a row of a table is empty")
         if unknown:
             raise ValueError(f"it is no report: there is no level {unknown[0]!r}")
         return made

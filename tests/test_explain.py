@@ -275,3 +275,11 @@ def test_a_long_word_is_a_message_and_no_file(capsys):
 def test_the_first_words_of_a_message_are_enough(capsys):
     assert main(["explain", "CUDA", "out", "of", "memory"]) == 0
     assert "out-of-memory (torch)" in capsys.readouterr().out
+
+
+def test_a_pipe_that_has_a_name():
+    said = subprocess.run(
+        [sys.executable, "-m", "safe_trainers.cli", "explain", "/dev/stdin"],
+        input="CUDA out of memory.", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "out-of-memory (torch)" in said.stdout

@@ -261,7 +261,12 @@ def test_what_is_not_there_is_one_error(name, tmp_path, monkeypatch, capsys):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tables": 1}', '{"title": "t"', '{"tables": {"a": [{"b": []}]}}'])
+NO_REPORT = '{"title": "t", "subject": "s", "facts": {}, "tables": %s, "verdicts": %s}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tables": 1}', '{"title": "t"', '{"tables": {"a": [{"b": []}]}}',
+                                  NO_REPORT % ('{"a": [{}]}', "[]"),
+                                  NO_REPORT % ("{}", '[{"level": ["ok"], "text": "x"}]')])  # fmt: skip
 def test_a_file_that_is_no_report(text, tmp_path):
     path = tmp_path / "report.json"
     path.write_text(text)

@@ -58,9 +58,11 @@ def _given(words: Sequence[str]) -> bytes:
     file = Path(text)
     if os.path.isdir(file):
         raise RecipeError(f"{file} is a folder. Write: safe-trainers explain {file}/train.log")
-    if os.path.isfile(file):
+    if os.path.exists(file):
         try:
             with file.open("rb") as stream:
+                if not stream.seekable():  # a pipe: `explain <(tail train.log)`
+                    return stream.read()
                 head = stream.read(2)  # a mark of UTF-16
                 size = stream.seek(0, 2)
                 stream.seek(max(0, size - 2 * MOST))
