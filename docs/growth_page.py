@@ -48,7 +48,7 @@ def growth_page() -> str:
         "relative error; *exponent* is the slope of the logarithms, below 1 where the fixed part shows. Memory is the",
         "peak during the work, beyond what was held before it.",
         "",
-        "`tests/test_growth.py` counts the operations of each row, and these are linear to within three in a thousand.",
+        "`tests/test_growth.py` counts the operations of each row: linear to within three in a thousand.",
         "Where an exponent of time is a little above 1, one and the same operation takes longer on a large model,",
         "presumably because its objects fit into no cache.",
         "",
