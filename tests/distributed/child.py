@@ -220,7 +220,7 @@ def run(
             prepared = trainer._prepare_input({name: torch.ones(2, 3) for name in names})
             watch.found["prepared"] = {name: str(value.dtype) for name, value in prepared.items()}
         if after:
-            watch.found["eval_loss"] = trainer.evaluate(made["train_dataset"])["eval_loss"]
+            watch.found["eval_loss"] = trainer.evaluate(trainer.train_dataset)["eval_loss"]
             trainer.args.save_dtype = "bfloat16"
             trainer.save_model(f"{scratch}/final")
             if rank == 0:
