@@ -102,8 +102,9 @@ docs: setup ## rewrite the pages that are made from the code, and build the site
 schema: setup ## write down the keys of recipes of the installed TRL, which `validate` reads
 	@$(BIN)/python -m safe_trainers.schema_make
 
-compat: setup ## the tests of the supported range of versions
-	@$(BIN)/python -m pytest tests/compat
+compat: setup ## the core suite with each supported pair of TRL and transformers: docs/versions.md (PAIRS=trl-0.29)
+	@$(BIN)/python tests/compat/run.py $(if $(PAIRS),--pairs $(PAIRS))
+	@$(BIN)/python docs/build.py
 
 release-check: setup ## build wheel and sdist, and try each in an empty environment (10 to 15 minutes, package index)
 	@$(BIN)/python tests/release_check.py

@@ -9,6 +9,7 @@ from typing import Any
 
 import cost_section
 import evidence_page
+import versions_page
 from growth_page import growth_page
 
 from safe_trainers.catalogue import FOREIGN, own_entries
@@ -256,4 +257,5 @@ if __name__ == "__main__":
     Path(__file__).with_name("mismatch.md").write_text(mismatch_page(), encoding="utf-8")
     mismatch_plot(Path(__file__).with_name("mismatch.png"))
     Path(__file__).with_name("errors.md").write_text(errors_page(), encoding="utf-8")
+    Path(__file__).with_name("versions.md").write_text(versions_page.page(), encoding="utf-8")
     Path(__file__).with_name("growth.md").write_text(growth_page(), encoding="utf-8")

@@ -1,0 +1,117 @@
+"""The page of what was run with which versions, from `benchmarks/results/compat.json`, which `make compat` writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "compat.json"
+SHOWN = ("trl", "transformers", "peft", "accelerate", "bitsandbytes", "datasets")
+OUTCOMES = ("trained", "wrong", "crashed", "refused")
+
+
+def page(measured: dict[str, Any] | None = None) -> str:
+    """The page, as it is written to `versions.md`.
+
+    Args:
+        measured: What was measured; by default what is committed.
+    """
+    measured = json.loads(RESULT.read_text(encoding="utf-8")) if measured is None else measured
+    pairs = measured["pairs"]
+    others = sorted({(pair["versions"]["python"], pair["versions"]["torch"]) for pair in pairs.values()})
+    return "\n".join(
+        [
+            "# Versions",
+            "",
+            "Supported: TRL 0.29 to below 2, transformers 4.57 to below 6. Others are refused when a trainer is",
+            "imported, with the range and the line to run.",
+            "",
+            "Made from `benchmarks/results/compat.json` by `make docs`. `make compat` measures it: an environment for",
+            "each pair, from the package index, and in it the core suite and the slice of the matrix, on one",
+            f"code base. {measured['machine']}; "
+            + "; ".join(f"Python {python}, torch {torch}" for python, torch in others)
+            + ".",
+            "",
+            "| " + " | ".join(SHOWN) + " | passed | failed | skipped | seconds |",
+            "|---" * (len(SHOWN) + 4) + "|",
+            *(_row(pair) for pair in pairs.values()),
+            "",
+            *(line for pair in pairs.values() for line in _failures(pair)),
+            "What lies between is accepted and was not run. Seconds are those of a machine that others used too. The",
+            "oldest pair has the lowest PEFT, accelerate and datasets that the package accepts. Its bitsandbytes is",
+            "not: on a CPU, 0.46.1 packs no fp4, and 0.47.0 rounds what 8-bit layers read while they train.",
+            "",
+            "## Stock and safe",
+            "",
+            "Cells of the slice of the [matrix](evidence.md), by what came of them; wrong is what trains with another",
+            "result than was asked for. Pairs that are not in the table were not run.",
+            "",
+            "| TRL | transformers | cells | " + " | ".join(f"stock {name}" for name in OUTCOMES[:3])
+            + " | safe trained | safe refused | safe wrong or crashed |",
+            "|---" * 9 + "|",
+            *(_slice(pair) for pair in pairs.values() if "slice" in pair),
+            "",
+            *_absent(pairs),
+            "## What upstream lacks",
+            "",
+            "Tests that are skipped there, and why:",
+            "",
+            *(line for pair in pairs.values() for line in _skips(pair)),
+            "## What is not in the core suite",
+            "",
+            *(f"- `{name}`: {why}" for name, why in measured["not_core"].items()),
+            "- what is marked `slow`, `matrix` or `gpu`",
+            "",
+        ]
+    )  # fmt: skip
+
+
+def _name(pair: dict[str, Any]) -> str:
+    return f"TRL {pair['versions']['trl']}, transformers {pair['versions']['transformers']}"
+
+
+def _row(pair: dict[str, Any]) -> str:
+    versions, core = pair["versions"], pair.get("core")
+    keys = ("passed", "failed", "skipped", "seconds")
+    counts = [str(core[key]) for key in keys] if core else ["not run whole", "", "", ""]
+    return "| " + " | ".join([*(versions[package] for package in SHOWN), *counts]) + " |"
+
+
+def _failures(pair: dict[str, Any]) -> list[str]:
+    failures, again = pair.get("core", {}).get("failures", []), pair.get("core", {}).get("again", 0)
+    if "core" not in pair:
+        return [f"{_name(pair)}: {pair['note']}", ""]
+    if again and not failures:
+        return [f"With {_name(pair)}, {again} of these tests were run again after they were mended.", ""]
+    if not failures:
+        return []
+    return [f"Failed with {_name(pair)}:", "", *(f"- `{failure}`" for failure in failures), ""]
+
+
+def _slice(pair: dict[str, Any]) -> str:
+    part, versions = pair["slice"], pair["versions"]
+    stock, safe = part["stock"], part["safe"]
+    numbers = [
+        part["cells"],
+        *(stock.get(name, 0) for name in OUTCOMES[:3]),
+        safe.get("trained", 0),
+        safe.get("refused", 0),
+        safe.get("wrong", 0) + safe.get("crashed", 0),
+    ]
+    return "| " + " | ".join([versions["trl"], versions["transformers"], *map(str, numbers)]) + " |"
+
+
+def _absent(pairs: dict[str, dict[str, Any]]) -> list[str]:
+    lines = []
+    for pair in pairs.values():
+        for why in sorted(set(pair.get("slice", {}).get("absent", {}).values())):
+            names = [name for name, reason in pair["slice"]["absent"].items() if reason == why]
+            lines.append(f"- {_name(pair)}: without {', '.join(names)} ({why}).")
+    return [*lines, ""] if lines else []
+
+
+def _skips(pair: dict[str, Any]) -> list[str]:
+    skips = pair.get("core", {}).get("skips", {})
+    if not skips:
+        return []
+    return [f"{_name(pair)}:", "", *(f"- {why}: {count}" for why, count in skips.items()), ""]
