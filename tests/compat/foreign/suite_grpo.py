@@ -286,7 +286,7 @@ def test_a_model_card(saved, short):
     assert "trl" in trainer.model.model_tags
 
 
-@pytest.mark.parametrize(("family", "beta"), [("llava", 0.1), ("qwen2_5_vl", 0.0)])
+@pytest.mark.parametrize(("family", "beta"), [("llava", 0.1), ("gemma3", 0.0)])
 def test_pictures(saved, short, weights, family, beta):
     trainer = GRPOTrainer(
         model=saved(family), reward_funcs=[tiny.attribute_match, by_tokens], args=GRPOConfig(**short, beta=beta),
@@ -294,7 +294,7 @@ def test_pictures(saved, short, weights, family, beta):
     )  # fmt: skip
     before = weights(trainer.model)
     trainer.train()
-    assert any("vision" in name or "visual" in name for name in before.changed(trainer.model))
+    assert any("vision" in name for name in before.changed(trainer.model))
 
 
 def test_pictures_with_lora(saved, short, weights):

@@ -133,7 +133,7 @@ def test_a_model_card(saved, short):
     assert "RLOO" in Path(trainer.args.output_dir, "README.md").read_text()
 
 
-@pytest.mark.parametrize("family", ["llava", "smolvlm"])
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
 def test_pictures(saved, short, weights, family):
     trainer = RLOOTrainer(
         model=saved(family), reward_funcs=[tiny.attribute_match, by_tokens], args=RLOOConfig(**short),
