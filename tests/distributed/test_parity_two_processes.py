@@ -7,13 +7,14 @@ import time
 
 import processes
 import pytest
-import transformers
+import trl
 from packaging.version import Version
 from processes import DISTRIBUTED_TYPES, SHARDED
 
 
 pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5"), reason="transformers 4 does not generate under FSDP2"
+    Version(trl.__version__) < Version("1.15"),
+    reason="older stacks neither generate nor resume under FSDP2 on a CPU; docs/distributed.md",
 )
 
 ADAPTER = {"flag": "bf16", "weights": "bf16", "lora": True}
