@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def section() -> list[str]:
         f"`{measured['command']}` ({measured['minutes']:.0f} minutes); {versions}; {measured['machine']}.",
         "",
         "Ratios of safe over stock, of runs that alternate: the median, with the least and the largest. Times are CPU",
-        "time of one thread. Bytes are counted and exact. Both sides compute alike: bfloat16 weights, `bf16=True`, TRL's",
-        "plain config, all metrics on.",
+        "time of one thread. Bytes are counted and exact. Both sides compute alike: bfloat16 weights, `bf16=True`,",
+        "TRL's plain config, all metrics on.",
         "",
         *_limits(parts),
         "",
@@ -72,7 +73,9 @@ def section() -> list[str]:
         "A sync is what TRL does with a model with adapters before it sends the weights to vLLM: merge and unmerge in",
         "place, against merging beside it; seven adapted layers in each of two blocks, bfloat16.",
         "",
-        *_table({**parts["sync"], **_named("import of ", parts["import"]), **_named("process: ", parts["process"])}, ""),
+        *_table(
+            {**parts["sync"], **_named("import of ", parts["import"]), **_named("process: ", parts["process"])}, "what"
+        ),
         "",
         *_metrics(),
     ]
@@ -98,10 +101,15 @@ def _limits(parts: Mapping[str, Any]) -> Iterator[str]:
     alone = min(found["peak"]["stock"] for found in parts["cells"].values())
     most = max((median(f["peak"]) - 1) * f["peak"]["stock"] for f in parts["cells"].values())
     yield ""
-    yield f"The models of the first column hold {alone / 1e6:.0f} MB at their peak and take a few hundredths of a second a"
-    yield "step, so that what is constant shows most: the sample that the optimizer's metrics look at takes up to"
-    yield f"{most / 1e3:.0f} kB, whatever the size of the model, and the metrics a millisecond or two. The last column is what is"
-    yield "left of it in runs that are still small."
+    yield from textwrap.wrap(
+        f"The models of the first column hold {alone / 1e6:.0f} MB at their peak and take a few hundredths of a "
+        "second a step, so that what is constant shows most: the sample that the optimizer's metrics look at takes up to "
+        f"{most / 1e3:.0f} kB, whatever the size of the model, and the metrics take a millisecond or two. The last "
+        "column is what is left of it in runs that are still small. Construction reads each tensor's dtype a few "
+        "times, which [takes some hundredth of a millisecond a tensor](growth.md): a tenth where a model is made in "
+        "50 ms, and little where loading takes seconds.",
+        width=110,
+    )
 
 
 def _table(points: Mapping[str, Any], heading: str) -> Iterator[str]:
@@ -118,8 +126,8 @@ def _metrics() -> list[str]:
     return [
         "### Metrics",
         "",
-        f"Of the CPU time of a step of the tiny recipe, {cost['milliseconds']:.0f} ms, {cost['share']:.2%} goes to the",
-        f"`precision/` metrics ({cost['range'][0]:.2%} to {cost['range'][1]:.2%} in {cost['repetitions']} runs):",
+        f"Of the CPU time of a step of the tiny recipe, {cost['milliseconds']:.0f} ms, {cost['share']:.2%} goes to",
+        f"the `precision/` metrics ({cost['range'][0]:.2%} to {cost['range'][1]:.2%} in {cost['repetitions']} runs):",
         "[sampler and trainer, by dtype](mismatch.md). By the part of the package that it is spent in:",
         "",
         "| part | share of a step |",

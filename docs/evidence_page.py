@@ -65,9 +65,9 @@ def page() -> str:
     lines = [
         "# Stock and safe, side by side",
         "",
-        "What stock TRL does in the cells that users are in, what the safe trainers do there, and what it costs. Made by",
-        "`make evidence` from what was measured and committed, in `benchmarks/results/`; `make bench-all` measures all of",
-        "it again. Each section names its command, its versions and its machine.",
+        "What stock TRL does in the cells that users are in, what the safe trainers do there, and what it costs. Made",
+        "by `make evidence` from what was measured and committed, in `benchmarks/results/`; `make bench-all` measures",
+        "all of it again. Each section names its command, its versions and its machine.",
         "",
         "## The matrix",
         "",
@@ -124,10 +124,10 @@ def page() -> str:
     lines += [
         "",
         "Not measured, in anything on this page: CUDA and other devices, real vLLM (a stand-in takes its place where",
-        "weights are pushed), and models larger than some ten million parameters. Not in the matrix: several processes",
-        "([distributed.md](distributed.md)), other versions ([versions.md](versions.md)), and the cells that the pairwise",
-        "choice leaves out (`python benchmarks/matrix.py --all`). Processors that need torchvision are assembled from parts that do",
-        "not; `benchmarks/families/specs.py` says which.",
+        "weights are pushed), and models larger than some ten million parameters. Not in the matrix: several",
+        "processes ([distributed.md](distributed.md)), other versions ([versions.md](versions.md)), and the cells",
+        "that the pairwise choice leaves out (`python benchmarks/matrix.py --all`). Processors that need torchvision",
+        "are assembled from parts that do not; `benchmarks/families/specs.py` says which.",
         "",
     ]
     return "\n".join(lines)
@@ -145,9 +145,9 @@ def _trained_and_sampled() -> list[str]:
         "## What training reaches, and how far sampler and trainer are apart",
         "",
         "- [The embedded picture task](tiny_task.md): stock and safe, in three precisions, with controls.",
-        f"- [Sampler and trainer, by dtype](mismatch.md): float16 on both sides is {min(both):.1f} to {max(both):.1f} times",
-        f"  nearer than bfloat16 on both, in the mean, at {lengths[0]} to {lengths[-1]:,} tokens; float16 in the trainer",
-        f"  alone, {min(alone):.2f} to {max(alone):.2f} times.",
+        f"- [Sampler and trainer, by dtype](mismatch.md), at {lengths[0]} to {lengths[-1]:,} tokens: float16 on",
+        f"  both sides is {min(both):.1f} to {max(both):.1f} times nearer than bfloat16 on both, in the mean; float16",
+        f"  in the trainer alone, {min(alone):.2f} to {max(alone):.2f} times.",
         "- [How construction and media grow](growth.md) to 100,000 tensors and 1,000 pictures.",
         "",
     ]
