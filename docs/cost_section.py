@@ -103,11 +103,11 @@ def _limits(parts: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from textwrap.wrap(
         f"The models of the first column hold {alone / 1e6:.0f} MB at their peak and take a few hundredths of a "
-        "second a step, so that what is constant shows most: the sample that the optimizer's metrics look at takes up to "
-        f"{most / 1e3:.0f} kB, whatever the size of the model, and the metrics take a millisecond or two. The last "
-        "column is what is left of it in runs that are still small. Construction reads each tensor's dtype a few "
-        "times, which [takes some hundredth of a millisecond a tensor](growth.md): a tenth where a model is made in "
-        "50 ms, and little where loading takes seconds.",
+        "second a step, so that what is constant shows most: the sample that the optimizer's metrics look at takes "
+        f"up to {most / 1e3:.0f} kB, whatever the size of the model, and the metrics take a millisecond or two. The "
+        "last column is what is left of it in runs that are still small. Construction reads each tensor's dtype a "
+        "few times, which [takes some hundredth of a millisecond a tensor](growth.md): a tenth where a model is made "
+        "in 50 ms, and little where loading takes seconds.",
         width=110,
     )
 
