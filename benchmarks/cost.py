@@ -1,7 +1,7 @@
 """What the safe trainers cost beside stock: time, memory, bytes of media, and how each grows.
 
     python benchmarks/cost.py             # measures everything and writes benchmarks/results/cost.json
-    python benchmarks/cost.py --check     # measures again, fewer times, and fails outside the committed spread
+    python benchmarks/cost.py --check     # measures again, and fails outside the committed spread
     python benchmarks/cost.py --only sync,import
 
 Every time is CPU time of one thread, so that what else runs on the machine disturbs it little, and every figure is a
@@ -261,8 +261,10 @@ def measure_growth(repetitions: int) -> dict[str, Any]:
     for name, (axis, point, values) in SERIES.items():
         found[name] = {}
         for value in values:
-            steps = 8 if value == values[-1] else 16
-            found[name][str(value)] = compare(point | {axis: value, "steps": steps}, repetitions)
+            asked = point | {axis: value}
+            windows = 2 * asked.get("steps_per_generation", 1)
+            steps = max(8 if value == values[-1] else 16, windows)
+            found[name][str(value)] = compare(asked | {"steps": steps}, repetitions)
             said(name, value)
     return found
 
@@ -352,14 +354,13 @@ def whole_process(given: str) -> None:
     print(json.dumps({"time": used.ru_utime + used.ru_stime, "resident": used.ru_maxrss * 1024.0}))
 
 
-SECTIONS: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
-    "cells": (measure_cells, 11),
-    "growth": (measure_growth, 7),
-    "sync": (measure_sync, 7),
-    "import": (measure_import, 9),
-    "process": (measure_process, 7),
+SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "cells": measure_cells,
+    "growth": measure_growth,
+    "sync": measure_sync,
+    "import": measure_import,
+    "process": measure_process,
 }
-"""Each with how often it is repeated."""
 
 
 # ---- Results ----
@@ -413,7 +414,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"some of {', '.join(SECTIONS)}, separated by commas; the others are kept")
     parser.add_argument("--check", action="store_true", help="compare with the committed results, write nothing")
-    parser.add_argument("--repetitions", type=int, help="of each comparison, instead of 7 to 11")
+    parser.add_argument("--repetitions", type=int, default=7, help="of each comparison")
     parser.add_argument("--process", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
@@ -422,8 +423,7 @@ def main() -> int:
     names = options.only.split(",") if options.only else list(SECTIONS)
     started, now = time.perf_counter(), {}
     for name in names:
-        run, usual = SECTIONS[name]
-        now[name] = run(options.repetitions or (7 if options.check else usual))
+        now[name] = SECTIONS[name](options.repetitions)
     committed = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {"sections": {}}
     if options.check:
         problems = outside(committed["sections"], now)
