@@ -14,11 +14,15 @@ import torch
 from packaging.version import Version
 from torch import nn
 
+from .errors import PrecisionError, refuse
+
 
 MAKER = "get_peft_model"
 """The name in each TRL trainer's module by which it makes adapters."""
 FUSER = "add_fused_lm_head"
 """The name by which TRL makes a head that multiplies and takes log-probabilities in one."""
+CHUNKER = "_patch_chunked_ce_lm_head"
+"""What SFT has in its place in some releases before 1.16; it has no argument for float32."""
 ENGINE, VLLM_MODULE = "LLM", "trl.generation.vllm_generation"
 """The name by which TRL builds a vLLM engine, and the module where its trainers do."""
 ZERO3_NEEDS_ONE_DTYPE = Version("0.19.2")
@@ -123,10 +127,18 @@ def construction(
 
         return fuse
 
+    def chunking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def chunk(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if computes_in_float32(model):
+                raise PrecisionError([refuse("fused-head-is-not-float32", "fp32_modules with the head")])
+            return original(model, *args, **kwargs)
+
+        return chunk
+
     modules = _modules(trainer_class)
     captured = [
         (module, name, vars(module)[name], wrap)
-        for name, wrap in ((MAKER, making), (FUSER, fusing))
+        for name, wrap in ((MAKER, making), (FUSER, fusing), (CHUNKER, chunking))
         for module in modules
         if name in vars(module)
     ]

@@ -27,6 +27,11 @@ REFUSALS = index(
         "load the weights in {compute}, {load}, or write {switch}",
     ),
     Finding(
+        "fused-head-is-not-float32",
+        "`loss_type='chunked_nll'` of this TRL multiplies with the head's weight, past the head and under autocast.",
+        "`loss_type='nll'`, or leave the head out of `fp32_modules`",
+    ),
+    Finding(
         "two-half-formats",
         "a run computes in one of them.",
         "drop one of the two, or write `precision='bf16'` or `precision='fp16'` alone",

@@ -31,6 +31,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "unknown-choice",
         "precision-contradicts-flag",
         "half-weights-under-other-precision",
+        "fused-head-is-not-float32",
         "two-half-formats",
         "bf16-is-emulated",
         "flash-attention-needs-half",

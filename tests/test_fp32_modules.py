@@ -11,6 +11,7 @@ from peft import LoraConfig
 from policing import reset_accelerate
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
+from upstream import CALLS_THE_HEAD, CHUNKS_THE_HEAD
 
 from safe_trainers import PrecisionError, fp32_modules
 from safe_trainers.decisions import carry_out
@@ -208,10 +209,18 @@ def test_a_float32_head_is_one_in_rollout_and_training(task, flag, lora):
     dtype = torch.float16 if flag == "fp16" else torch.bfloat16
     model = text(dtype)
     width = model.config.vocab_size
-    trainer = build("text", task, ["lm_head"], flag=flag, model=model, lora=lora)
+    changes = CALLS_THE_HEAD if task == "sft" else {}
+    trainer = build("text", task, ["lm_head"], flag=flag, model=model, lora=lora, **changes)
     with Products(width) as products:
         trainer.train()
     assert products.seen == {torch.float32}
+
+
+@pytest.mark.skipif(not CHUNKS_THE_HEAD, reason="the fused head of this TRL has an argument for float32")
+def test_a_head_that_is_multiplied_in_chunks_cannot_be_float32():
+    with pytest.raises(PrecisionError, match="fused-head-is-not-float32") as error:
+        build("text", "sft", ["lm_head"], flag="bf16", model=text())
+    assert "`loss_type='nll'`" in str(error.value)
 
 
 @pytest.mark.parametrize("lora", [False, True])

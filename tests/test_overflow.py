@@ -21,6 +21,7 @@ from policing import reset_accelerate
 from test_fp32_modules import overflowing
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+from upstream import CALLS_THE_HEAD
 
 import safe_trainers
 from safe_trainers import PrecisionError, PrecisionWarning
@@ -154,7 +155,8 @@ def test_what_overflows_in_a_text_model_is_mended_by_the_smallest_modules(what, 
         build("sft", text(dtype=dtype, **scaled), lora=lora).train()
     assert suggested(error) == modules
     # Gradients of such weights are large: that is what a loss scale is for.
-    trainer = build("sft", text(dtype=dtype, **scaled), modules, lora=lora, loss_scale_init=2.0**-16)
+    changes = {"loss_scale_init": 2.0**-16} | (CALLS_THE_HEAD if "lm_head" in modules else {})
+    trainer = build("sft", text(dtype=dtype, **scaled), modules, lora=lora, **changes)
     trainer.train()
     assert trainer.overflow_report.result_finite
     assert len(norms(trainer)) == 2

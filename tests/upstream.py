@@ -57,6 +57,11 @@ LOADER_OF_5 = find_spec("transformers.core_model_loading") is not None
 
 TAKES_QUANTIZATION = takes(trl.SFTTrainer.__init__, "quantization_config")
 
+CHUNKS_THE_HEAD = hasattr(import_module("trl.trainer.sft_trainer"), "_patch_chunked_ce_lm_head")
+"""Whether SFT multiplies with the head's weight past the head, and cannot do it in float32."""
+CALLS_THE_HEAD = {"loss_type": "nll"} if CHUNKS_THE_HEAD else {}
+"""Settings of SFT in which a head may be float32."""
+
 needs_quantization_argument = pytest.mark.skipif(
     not TAKES_QUANTIZATION, reason="stock trainers of this TRL have no `quantization_config`"
 )
