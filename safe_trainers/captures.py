@@ -14,8 +14,6 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from .errors import PrecisionError, refuse
-
 
 MAKER = "get_peft_model"
 """The name in each TRL trainer's module by which it makes adapters."""
@@ -39,10 +37,11 @@ class AdapterGuard:
 
     Attributes:
         fresh: Whether the adapters were made while the guard was on, by a `peft_config`.
+        chunked: Whether TRL multiplies with the head's weight past the head, which float32 would not reach.
     """
 
     def __init__(self) -> None:
-        self.fresh = False
+        self.fresh = self.chunked = False
         self._held: dict[nn.Parameter, torch.Tensor] = {}
 
     def hold(self, model: nn.Module) -> None:
@@ -128,10 +127,9 @@ def construction(
         return fuse
 
     def chunking(original: Callable[..., Any]) -> Callable[..., Any]:
-        def chunk(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if computes_in_float32(model):
-                raise PrecisionError([refuse("fused-head-is-not-float32", "fp32_modules with the head")])
-            return original(model, *args, **kwargs)
+        def chunk(*args: Any, **kwargs: Any) -> Any:
+            guard.chunked = True  # before anything is settled: whether the head is to be float32 is not known yet
+            return original(*args, **kwargs)
 
         return chunk
 

@@ -147,6 +147,10 @@ class PrecisionBase(SampledRollouts, MediaInputs):
             upcast=getattr(training_args, "upcast_trainables", True),
             fp32_patterns=fp32_patterns_of(training_args),
         )
+        autocast = self.precision_policy.autocast.value
+        if self._adapter_guard.chunked and autocast != OFF and self._head_is_float32(model):
+            given = f"fp32_modules with the head under {autocast} autocast"
+            raise PrecisionError([refuse("fused-head-is-not-float32", given)])
         # DeepSpeed casts the weights when it is initialised, after the census.
         self._late_cast = getattr(training_args, "deepspeed_plugin", None) is not None
         self._place_boundaries(model, take_census(model) if self.precision_preparation.casts else census)
