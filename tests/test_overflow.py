@@ -151,11 +151,12 @@ BY_CONSTRUCTION = {
 @pytest.mark.parametrize("what", BY_CONSTRUCTION)
 def test_what_overflows_in_a_text_model_is_mended_by_the_smallest_modules(what, lora, dtype):
     scaled, modules = BY_CONSTRUCTION[what]
+    changes = CALLS_THE_HEAD if "lm_head" in modules else {}
     with raises("activations-overflow-fp16") as error:
-        build("sft", text(dtype=dtype, **scaled), lora=lora).train()
+        build("sft", text(dtype=dtype, **scaled), lora=lora, **changes).train()
     assert suggested(error) == modules
     # Gradients of such weights are large: that is what a loss scale is for.
-    changes = {"loss_scale_init": 2.0**-16} | (CALLS_THE_HEAD if "lm_head" in modules else {})
+    changes = {"loss_scale_init": 2.0**-16, **changes}
     trainer = build("sft", text(dtype=dtype, **scaled), modules, lora=lora, **changes)
     trainer.train()
     assert trainer.overflow_report.result_finite
