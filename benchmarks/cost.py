@@ -206,10 +206,10 @@ PICTURES = {"family": "llava", "task": "grpo", "kind": "lora"}
 TEXT = {"family": "text", "task": "sft", "kind": "lora"}
 SERIES: dict[str, tuple[str, Point, tuple[int, ...]]] = {
     "completions per step": ("batch", PICTURES, (4, 16, 64)),
-    "images per prompt": ("images", PICTURES, (1, 2, 4, 8)),
-    "steps per generation": ("steps_per_generation", PICTURES, (1, 2, 4, 8)),
+    "images per prompt": ("images", PICTURES, (1, 4, 8)),
+    "steps per generation": ("steps_per_generation", PICTURES, (1, 4, 8)),
     "tokens per sequence": ("tokens", TEXT, (64, 256, 1024)),
-    "hidden size": ("hidden", TEXT, (64, 128, 256, 512, 1024)),
+    "hidden size": ("hidden", TEXT, (64, 256, 1024)),
 }
 
 
