@@ -13,8 +13,8 @@ import torch
 import trl
 from peft import LoraConfig
 from policing import autocast_nesting
-from transformers import AutoModelForImageTextToText, AutoProcessor
-from upstream import loads_own_classes
+from transformers import AutoModelForImageTextToText
+from upstream import loads_own_classes, why_not_built
 
 import safe_trainers
 from safe_trainers import tiny
@@ -87,16 +87,6 @@ def folder(family: str) -> Path:
 
 
 @functools.cache
-def _unloadable(family: str) -> bool:
-    """Whether this transformers loads the processor of a family with torchvision alone, as 5.14 does some."""
-    try:
-        AutoProcessor.from_pretrained(folder(family))
-    except ImportError:
-        return True
-    return False
-
-
-@functools.cache
 def _root() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="safe-trainers-cells-")
 
@@ -138,9 +128,9 @@ def settings(cell: Cell, steps: int = 2, **changes: Any) -> dict[str, Any]:
 
 
 def arguments(cell: Cell, config: type, steps: int = 2, **changes: Any) -> dict[str, Any]:
-    """Everything that a trainer of this cell is built with; skips a test whose processor cannot be loaded."""
-    if cell.family in tiny.VISION_FAMILIES and _unloadable(cell.family):
-        pytest.skip(f"this transformers loads the processor of {cell.family} with torchvision alone")
+    """Everything that a trainer of this cell is built with; skips a test whose family cannot be built here."""
+    if cell.family in tiny.VISION_FAMILIES and why_not_built(cell.family):
+        pytest.skip(str(why_not_built(cell.family)))
     loading = changes.pop("model_init_kwargs", {"dtype": str(SHORT[cell.weights])[6:]})
     model: Any = str(folder(cell.family))
     if cell.family == "nocast" and not loads_own_classes(model):
