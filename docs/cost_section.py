@@ -107,7 +107,8 @@ def _limits(parts: Mapping[str, Any]) -> Iterator[str]:
         f"up to {most / 1e3:.0f} kB, whatever the size of the model, and the metrics take a millisecond or two. The "
         "last column is what is left of it in runs that are still small. Construction reads each tensor's dtype a "
         "few times, which [takes some hundredth of a millisecond a tensor](growth.md): a tenth where a model is made "
-        "in 50 ms, and little where loading takes seconds.",
+        "in 50 ms, and little where loading takes seconds. Single ratios of times spread by a tenth and more on this "
+        "machine: no median here tells 1.01 from 1.03.",
         width=110,
     )
 
