@@ -9,6 +9,7 @@ not run again, unless a version has changed. `docs/build.py` makes `docs/evidenc
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -30,6 +31,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
 os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 warnings.simplefilter("ignore")
 
 from rich.console import Console
@@ -52,7 +54,7 @@ def every_cell(chosen: Iterable[str] | None = None) -> list[Any]:
 
     cells = []
     for family in chosen or families.FAMILIES:
-        if family in families.ABSENT:
+        if why_absent(family):
             continue
         tasks = (*families.TASKS, "reward") if family in families.TEXT_FAMILIES else families.TASKS
         for task, weights, flag, kind in itertools.product(tasks, DTYPES, FLAGS, KINDS):
@@ -124,11 +126,22 @@ def versions() -> dict[str, str]:
     return {package: version(package) for package in PACKAGES}
 
 
+@functools.cache
+def why_absent(family: str) -> str | None:
+    """Why the installed transformers cannot build a family or load what was built; `None` where it can."""
+    import families
+    from upstream import why_not_built
+
+    from safe_trainers import tiny
+
+    return families.ABSENT.get(family) or (why_not_built(family) if family in tiny.VISION_FAMILIES else None)
+
+
 def absent_families() -> dict[str, str]:
-    """Families that the installed transformers cannot build, and why."""
+    """Families that the installed transformers cannot build or load, and why."""
     import families
 
-    return dict(families.ABSENT)
+    return {family: why for family in families.FAMILIES if (why := why_absent(family))}
 
 
 def read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
