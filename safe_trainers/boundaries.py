@@ -138,6 +138,8 @@ def _own_weight(leaf: nn.Module) -> torch.Tensor | None:
 
 def _follow_weights(leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight = _own_weight(leaf)
+    if weight is not None and len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) == weight.dtype:
+        return None  # as nearly always
     if weight is None or weight.device.type == "meta" or torch.is_autocast_enabled(weight.device.type):
         return None
     if isinstance(leaf, NORM_LEAVES) and weight.dtype == torch.float32 and weight.device.type == "cpu":

@@ -219,7 +219,7 @@ def test_a_float32_head_is_one_in_rollout_and_training(task, flag, lora):
 @pytest.mark.skipif(not CHUNKS_THE_HEAD, reason="the fused head of this TRL has an argument for float32")
 def test_a_head_that_is_multiplied_in_chunks_cannot_be_float32():
     with pytest.raises(PrecisionError, match="fused-head-is-not-float32") as error:
-        build("text", "sft", ["lm_head"], flag="bf16", model=text())
+        build("text", "sft", ["lm_head"], flag="bf16", model=text(), loss_type="chunked_nll")
     assert "`loss_type='nll'`" in str(error.value)
 
 
