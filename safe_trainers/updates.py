@@ -46,9 +46,10 @@ class UpdateSample:
         self._sizes = [_local(parameter).numel() for parameter in self._parameters]
         self._places = _draw(self._parameters, self._sizes, size)
         self._drawn = torch.tensor([len(places) for places in self._places], dtype=torch.int64)  # (P,)
+        self._count = int(self._drawn.sum())  # S
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self._owner = torch.repeat_interleave(self._drawn).to(device)  # (S,), the number of the parameter
-        self._before: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._repeats = self._drawn.to(device)  # (P,)
+        self._before: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._last: torch.Tensor | None = None  # (S,), the weights at the last look
         self._begin(device)
 
@@ -70,8 +71,8 @@ class UpdateSample:
         known = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.bool)  # (P,)
         if not (stepped & known).any() or [_local(p).numel() for p in self._parameters] != self._sizes:
             return
-        known, stepped = (flags.to(self._owner.device)[self._owner] for flags in (known, stepped))  # (S,)
-        self._before = (self._read(self._parameters), self._read(gradients), known, stepped)
+        flags = torch.stack([known, stepped], dim=1).to(self._repeats.device)  # (P, 2)
+        self._before = (self._read(self._parameters), self._read(gradients), flags)
 
     @torch.no_grad()
     def after(self, skipped: bool) -> bool:
@@ -87,14 +88,16 @@ class UpdateSample:
         before, self._before = self._before, None
         if before is None or skipped:
             return False
-        weights, gradients, known, stepped = before  # (S,) each
+        weights, gradients, flags = before
+        known, stepped = self._of_each(flags).unbind(1)  # (S,) each, as are weights and gradients
         updated = self._read(self._parameters)  # (S,)
         nonzero = known & (gradients != 0)
         counted = nonzero & stepped
         seen = torch.stack([known & (gradients == 0), nonzero, counted, counted & (updated == weights)], dim=1)
-        self._counts.index_add_(0, self._owner, seen.to(torch.int64))  # (P, 4)
+        owner = self._of_each(torch.arange(len(self._parameters), device=self._repeats.device))  # (S,)
+        self._counts.index_add_(0, owner, seen.to(torch.int64))  # (P, 4)
         moved = (updated != (weights if self._last is None else self._last)) | ~stepped
-        self._moved = torch.zeros_like(self._counts[:, 0]).index_add_(0, self._owner, moved.to(torch.int64))
+        self._moved = torch.zeros_like(self._counts[:, 0]).index_add_(0, owner, moved.to(torch.int64))
         self._last = updated
         return True
 
@@ -133,16 +136,20 @@ class UpdateSample:
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state` gave; nothing where this process holds other elements."""
         last, counts = state["last"], state["counts"]
-        if counts.shape == self._counts.shape and (last is None or last.shape == self._owner.shape):
-            device = self._owner.device
+        if counts.shape == self._counts.shape and (last is None or last.shape == (self._count,)):
+            device = self._repeats.device
             self._last, self._moved = (
                 None if held is None else held.to(device) for held in (last, state["moved"])
             )  # fmt: skip
             self._counts = counts.to(device)
 
+    def _of_each(self, of_parameters: torch.Tensor) -> torch.Tensor:
+        """What is known of the parameters, (P, ...), of each place, (S, ...)."""
+        return torch.repeat_interleave(of_parameters, self._repeats, dim=0, output_size=self._count)
+
     def _read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The elements at the places, one after the other; zeros where there is no tensor."""
-        device = self._owner.device
+        device = self._repeats.device
         parts = [
             places.new_zeros(len(places), dtype=torch.float32)
             if tensor is None
@@ -176,5 +183,6 @@ def _draw(parameters: Sequence[nn.Parameter], sizes: Sequence[int], size: int) -
             drawn = torch.randperm(count, generator=generator)[:wanted].sort().values
         else:  # no list of all places of a large matrix; hardly any is drawn twice
             drawn = torch.randint(count, (wanted,), generator=generator).unique()
-        places.append(drawn.to(_local(parameter).device))
+        narrow = torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64  # these are held all the run
+        places.append(drawn.to(_local(parameter).device, narrow))
     return places
