@@ -5,13 +5,12 @@
     python benchmarks/cost.py --only sync,import
 
 Every time is CPU time of one thread, so that what else runs on the machine disturbs it little, and every figure is a
-ratio of safe over stock of runs that alternate. Bytes are exact: the most bytes of tensors alive at one time, counted
+ratio of safe over stock. Of steps, it is the median over pairs of windows: two trainers take turns in one process, so
+that what disturbs one disturbs the other too. Bytes are exact: the most bytes of tensors alive at one time, counted
 operation by operation, and the bytes of what a trainer moves to its device.
 """
 
 import argparse
-import contextlib
-import functools
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,160 +37,7 @@ PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft", "accelerate
 EXACT = ("peak", "media", "moved", "drift")
 """Quantities that are counted and not timed: one measurement each, and no spread."""
 
-Point = dict[str, Any]
-
-
-# ---- One run of a trainer ----
-
-
-MOVING = {"_move", "_prepare_input", "send_to_device"}
-"""Functions that bring batches to the device: this package's, transformers' and accelerate's."""
-
-
-class Moved:
-    """The bytes of batches that are moved to a device while it is entered; what is there already is not moved again.
-
-    On a CPU nothing is copied. Which tensors are asked to be on the device is known all the same.
-    """
-
-    def __new__(cls) -> Any:
-        import torch
-        from torch.overrides import TorchFunctionMode
-
-        class Mode(TorchFunctionMode):
-            def __init__(self) -> None:
-                super().__init__()
-                self.bytes = 0
-                self._there: dict[int, Any] = {}
-
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                kwargs = kwargs or {}
-                result = func(*args, **kwargs)
-                named = any(isinstance(value, (str, torch.device)) for value in (*args[1:2], kwargs.get("device")))
-                if func is torch.Tensor.to and named and sys._getframe(1).f_code.co_name in MOVING:
-                    storage = args[0].untyped_storage()
-                    if self._there.get(storage._cdata) is None:
-                        self.bytes += args[0].nbytes
-                    for tensor in (args[0], result):
-                        self._there[tensor.untyped_storage()._cdata] = tensor  # held, so that no key is used twice
-                return result
-
-        return Mode()
-
-
-def prepared(point: Point) -> tuple[str, dict[str, Any]]:
-    """The task of a point, and everything that a trainer of it is built with."""
-    import cells
-    from peft import LoraConfig
-
-    point = {"steps_per_generation": 1, "images": 1, "tokens": None, "hidden": None, "batch": 4, **point}
-    cell = cells.Cell(point["family"], point["task"], "bf16", "bf16", lora=point["kind"] == "lora")
-    changes: dict[str, Any] = {"steps": point["steps"], "logging_steps": point["steps"]}
-    changes["per_device_train_batch_size"] = point["batch"]
-    if point["task"] == "grpo":
-        changes["steps_per_generation"] = point["steps_per_generation"]
-    arguments = cells.arguments(cell, cells.PLAIN[cell.task], **changes)
-    arguments["train_dataset"] = cells.dataset(cell.task, cell.family, rows=64)
-    if point["images"] > 1:
-        arguments["train_dataset"] = several_pictures(arguments["train_dataset"], point["images"])
-    if point["tokens"]:
-        import datasets
-
-        rows = [{"input_ids": [index + 5] * point["tokens"]} for index in range(64)]
-        arguments["train_dataset"] = datasets.Dataset.from_list(rows)
-    if point["hidden"]:
-        arguments["model"] = wide(point["hidden"])
-    if cell.lora:
-        arguments["peft_config"] = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-    return cell.task, arguments
-
-
-def several_pictures(dataset: Any, images: int) -> Any:
-    """The same rows with several pictures in each prompt, which TRL puts before its text."""
-    return dataset.map(lambda row: {"images": [row["image"]] * images}).remove_columns("image")
-
-
-@functools.cache
-def wide(hidden: int) -> str:
-    """A saved Llama of four layers of a width."""
-    import cells
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    source = cells.folder("text")
-    config = AutoConfig.from_pretrained(source)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = hidden, 3 * hidden, 4
-    config.num_attention_heads = config.num_key_value_heads = hidden // 32
-    config.head_dim = 32
-    folder = Path(cells._root().name) / f"wide-{hidden}"
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return str(folder)
-
-
-def construct(point: Point, safe: bool) -> Any:
-    """A trainer of a point."""
-    import cells
-
-    task, arguments = prepared(point)
-    return (cells.SAFE if safe else cells.STOCK)[task](**arguments)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps what trainers print to themselves."""
-    with (
-        open(os.devnull, "w", encoding="utf-8") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        yield
-
-
-@quiet()
-def timed(point: Point, safe: bool) -> dict[str, float]:
-    """One run: CPU seconds of its construction, and of a step after the first window of rollouts."""
-    import cells
-    from transformers import TrainerCallback
-
-    task, arguments = prepared(point)
-    started = time.process_time()
-    trainer = (cells.SAFE if safe else cells.STOCK)[task](**arguments)
-    built = time.process_time() - started
-    marks: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            marks.append(time.process_time())
-
-    trainer.add_callback(Clock())
-    trainer.train()
-    window = point.get("steps_per_generation", 1)
-    return {"construction": built, "step": (marks[-1] - marks[window - 1]) / (len(marks) - window)}
-
-
-@quiet()
-def counted(point: Point, safe: bool) -> dict[str, float]:
-    """One run: the peak of its tensors' bytes, those of the buffered media, and those moved per step."""
-    from live_bytes import LiveBytes
-
-    from safe_trainers import MEDIA_KEYS
-
-    prepared(point | {"steps": 2})  # what is made once, files and caches, is made before anything is counted
-    with LiveBytes() as live:
-        trainer = construct(point | {"steps": 2}, safe)
-        live.watch((*trainer.model.parameters(), *trainer.model.buffers()))
-        trainer.train()
-    found = {"peak": float(live.peak)}
-    buffered = getattr(trainer, "_buffered_inputs", None) or []
-    media = sum(v.nbytes for batch in buffered for k, v in batch.items() if k in MEDIA_KEYS)
-    if media:
-        found["media"] = float(media)
-    steps = 2 * point.get("steps_per_generation", 1)
-    trainer = construct(point | {"steps": steps}, safe)
-    with Moved() as moved:
-        trainer.train()
-    found["moved"] = moved.bytes / steps
-    return found
+from cost_runs import Point, construct, counted, timed
 
 
 # ---- What is measured ----
@@ -215,13 +61,21 @@ SERIES: dict[str, tuple[str, Point, tuple[int, ...]]] = {
 
 def compare(point: Point, repetitions: int) -> dict[str, Any]:
     """Every quantity of a point: the ratios of safe over stock, and stock's own median or bytes."""
-    for safe in (False, True):
-        timed(point | {"steps": 2 * point.get("steps_per_generation", 1)}, safe)  # caches and imports
-    times = alternate(functools.partial(timed, point), repetitions)
+    window = point.get("steps_per_generation", 1)
+    timed(point | {"steps": 3 * window}, False)  # caches and imports
+    runs = [timed(point, safe_first=bool(repetition % 2)) for repetition in range(repetitions)]
+    found: dict[str, Any] = {
+        name: {
+            "stock": statistics.median(run[name]["stock"] for run in runs),
+            "ratios": [run[name]["ratio"] for run in runs],
+        }
+        for name in runs[0]
+    }
+    found["step"]["more"] = statistics.median(run["step"]["more"] for run in runs)
     exact = {safe: counted(point, safe) for safe in (False, True)}
     for name, stock in exact[False].items():
-        times[name] = {"stock": stock, "ratios": [exact[True][name] / stock]}
-    return times
+        found[name] = {"stock": stock, "ratios": [exact[True][name] / stock]}
+    return found
 
 
 def alternate(run: Callable[[bool], Mapping[str, float]], repetitions: int) -> dict[str, Any]:
@@ -250,7 +104,7 @@ def measure_cells(repetitions: int) -> dict[str, Any]:
     """Text and pictures, SFT and GRPO, full and LoRA."""
     found = {}
     for point in CELLS:
-        found[" ".join(point.values())] = compare(point | {"steps": 24}, repetitions)
+        found[" ".join(point.values())] = compare(point | {"steps": 26}, repetitions)
         said("cells", *point.values())
     return found
 
@@ -262,8 +116,8 @@ def measure_growth(repetitions: int) -> dict[str, Any]:
         found[name] = {}
         for value in values:
             asked = point | {axis: value}
-            windows = 2 * asked.get("steps_per_generation", 1)
-            steps = max(8 if value == values[-1] else 16, windows)
+            windows = 10 if value == values[-1] else 18  # of which two are not counted
+            steps = windows * asked.get("steps_per_generation", 1)
             found[name][str(value)] = compare(asked | {"steps": steps}, repetitions)
             said(name, value)
     return found

@@ -171,15 +171,15 @@ def quantization_method(model: nn.Module) -> str | None:
         `"4bit"` or `"8bit"` for bitsandbytes; transformers' name of another method, such as `"gptq"`; `None` for a
         model that is not quantised.
     """
-    base = unwrap(model)
+    base, torchao = unwrap(model), False
     for module in base.modules():
-        number = bits(module)
-        if number is not None and any(map(is_quantized, module.parameters(recurse=False))):
+        own, number = module._parameters.values(), bits(module)
+        if number is not None and any(is_quantized(parameter) for parameter in own if parameter is not None):
             return f"{number}bit"
+        torchao = torchao or any(type(parameter).__module__.startswith("torchao.") for parameter in own)
     config = getattr(getattr(base, "hf_quantizer", None), "quantization_config", None)
     method = getattr(config, "quant_method", None)
     name = str(getattr(method, "value", method))  # an enum of strings prints as its member
     if method is not None and name != BITSANDBYTES and not getattr(config, "dequantize", False):
         return name
-    torchao = any(type(parameter).__module__.startswith("torchao.") for parameter in base.parameters())
     return "torchao" if torchao else None

@@ -39,6 +39,9 @@ def find_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Modu
     Raises:
         PrecisionError: If a pattern matches nothing, or a module whose weights cannot compute in float32.
     """
+    patterns = tuple(patterns)
+    if not patterns:
+        return {}
     base = unwrap(model)
     modules = dict(base.named_modules())
     found: dict[str, nn.Module] = {}
@@ -84,6 +87,8 @@ def decide(model: nn.Module, modules: Iterable[str]) -> tuple[Decision, ...]:
     Returns:
         One decision for each parameter that is not packed; the names are those in `model`.
     """
+    if not (modules := tuple(modules)):
+        return ()
     base = unwrap(model)
     chosen = {id(parameter) for name in modules for parameter in base.get_submodule(name).parameters()}
     return tuple(
@@ -104,6 +109,8 @@ def guard(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         model: The model that the modules were found in, before their weights are cast.
         modules: The modules by name.
     """
+    if not modules:
+        return
     heads = {id(module) for module in _heads(unwrap(model))}
     for module in modules.values():
         name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks call the former

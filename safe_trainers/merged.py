@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from .census import bits, first_dtype
+from .census import bits, first_dtype, quantization_method
 from .dtypes import from_torch, parse_dtype, to_torch
 from .errors import PrecisionError, Problem, refuse
 from .quantization import unsupported
@@ -164,7 +164,7 @@ def unmergeable(model: nn.Module) -> Problem | None:
         if sharded or partitioned or parameter.is_meta:
             why = "it is sharded over processes, or offloaded: there are no numbers here to add the adapter to"
             return _refusal(f"a model that does not hold {name} itself", why)
-    return unsupported(base)
+    return unsupported(base, quantization_method(base))
 
 
 def active_configs(model: nn.Module) -> dict[str, Any]:

@@ -142,6 +142,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
         self.precision_policy.check()
         self.precision_preparation = prepare(
             model,
+            census,
             self.precision_policy,
             circumstances_of(training_args, device, self._adapter_guard.fresh),
             upcast=getattr(training_args, "upcast_trainables", True),

@@ -8,7 +8,7 @@ from torch import nn
 
 from . import fp32_modules, quantization
 from .adapters import Circumstances, decide, refuse_upcast
-from .census import quantization_method, take_census
+from .census import Census, take_census
 from .decisions import Decision, carry_out, table
 from .dtypes import AUTO, FLOAT32, HALVES, from_torch, to_torch
 from .errors import PrecisionError, Problem, warn
@@ -61,6 +61,7 @@ class Preparation:
 
 def prepare(
     model: nn.Module,
+    census: Census,
     policy: PrecisionPolicy,
     circumstances: Circumstances,
     upcast: bool = True,
@@ -70,6 +71,7 @@ def prepare(
 
     Args:
         model: The policy model, its adapters as PEFT made them.
+        census: What it holds.
         policy: The policy of the run.
         circumstances: What else the decisions on trainables depend on.
         upcast: Whether half trainables may be upcast where the loss is scaled.
@@ -81,17 +83,16 @@ def prepare(
     Raises:
         PrecisionError: With everything that cannot be prepared.
     """
-    is_quantized = quantization_method(model) is not None
+    is_quantized = census.quantization is not None
     modules = fp32_modules.find_modules(model, fp32_patterns)
     wide = (*fp32_modules.decide(model, modules), *(_heads(model) if is_quantized else ()))
     covered = {decision.name for decision in wide}
     trainables = tuple(d for d in decide(model, policy, circumstances) if d.name not in covered)
     problems = [] if upcast else [refuse_upcast(trainables)]
-    problems += [quantization.unsupported(model), unusable_head(model)]
+    problems += [quantization.unsupported(model, census.quantization), unusable_head(model)]
     quantized = None
     if is_quantized:
-        weights = take_census(model).weights
-        compute = quantization.compute_of(policy.autocast.value, weights)
+        compute = quantization.compute_of(policy.autocast.value, census.weights)
         exempt = [*modules, *(name for name, _ in unwrap(model).named_children() if name in HEADS)]
         quantized = quantization.plan(model, compute, exempt=exempt)
         problems += quantized.problems
@@ -139,10 +140,13 @@ def _half_trainables(
     model: nn.Module, decisions: tuple[Decision, ...], circumstances: Circumstances
 ) -> Iterator[Problem]:
     """What is trained in half precision without the policy having found that it loses nothing."""
+    halves = [d for d in decisions if d.target in HALVES and (d.source == d.target or circumstances.asked != AUTO)]
+    if not halves or circumstances.copied is not None:
+        return
     parameters = dict(model.named_parameters())
     trained = [d for d in decisions if parameters[d.name].requires_grad]
-    halves = [d for d in trained if d.target in HALVES and (d.source == d.target or circumstances.asked != AUTO)]
-    if not halves or circumstances.copied is not None:
+    halves = [d for d in halves if parameters[d.name].requires_grad]
+    if not halves:
         return
     dtypes = sorted({decision.target for decision in halves})
     rate = circumstances.learning_rate

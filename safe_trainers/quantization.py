@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from .census import BITSANDBYTES, bits, quantization_method
+from .census import BITSANDBYTES, bits
 from .dtypes import FLOAT16, FLOAT32, HALVES, from_torch, parse_dtype, to_torch
 from .errors import PrecisionError, Problem, refuse, warn
 from .policy import OFF
@@ -217,16 +217,16 @@ def int8_rounds_inputs(model: nn.Module, compute: str) -> Problem | None:
     return warn("int8-computes-in-fp16", given, where=where)
 
 
-def unsupported(model: nn.Module) -> Problem | None:
+def unsupported(model: nn.Module, method: str | None) -> Problem | None:
     """The refusal of a model that is quantised in a way for which there are no rules here.
 
     Args:
         model: The loaded model, wrapped or not.
+        method: What `quantization_method` says of it.
 
     Returns:
         The problem; `None` for bitsandbytes, for what is not quantised, and for what was dequantised.
     """
-    method = quantization_method(model)
     if method in (None, "4bit", "8bit"):
         return None
     config = getattr(getattr(unwrap(model), "hf_quantizer", None), "quantization_config", None)

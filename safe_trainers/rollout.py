@@ -123,9 +123,10 @@ class AlignedRollouts:
         if modules and uses_vllm:
             given = f"fp32_modules, such as {modules[0]}, with use_vllm=True"
             yield warn("sampler-without-fp32-modules", given, dtype=self.sampler_dtype)
+        if not (uses_vllm and _is_colocated(args)):  # of a server's version and GPU nothing is known here
+            return
         version = engine.installed_version()
-        colocated = uses_vllm and _is_colocated(args)  # of a server's version and GPU nothing is known here
-        if colocated and engine.cascade_is_wrong(type(self).precision_device(args), version):
+        if engine.cascade_is_wrong(type(self).precision_device(args), version):
             yield warn("cascade-attention-off", f"vLLM {version}", mended=engine.CASCADE_ATTENTION_MENDED)
 
     def _told(self, module: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +266,7 @@ def adapter_dropout(model: nn.Module) -> float:
     Args:
         model: Any model.
     """
-    inside = (getattr(module, "lora_dropout", None) for module in model.modules())
+    inside = (module._modules.get("lora_dropout") for module in model.modules())
     layers = (layer for drops in inside if isinstance(drops, nn.Module) for layer in drops.modules())
     return max((float(layer.p) for layer in layers if isinstance(layer, nn.Dropout)), default=0.0)
 

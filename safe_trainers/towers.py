@@ -94,10 +94,22 @@ def floating_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         Floating parameters, without those of a PEFT adapter and without packed ones: a `Params4bit` may be stored as
         bfloat16 and still is no bfloat16 weight.
     """
-    adapters = {id(parameter) for parameter in adapter_parameters(module)}
-    for parameter in module.parameters():
-        if id(parameter) not in adapters and not is_quantized(parameter) and parameter.is_floating_point():
-            yield parameter
+    stack, seen = [module], set()
+    while stack:
+        place = stack.pop()
+        if id(place) in seen:
+            continue
+        seen.add(id(place))
+        for parameter in place._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if not is_quantized(parameter) and parameter.is_floating_point():
+                yield parameter
+        if place._modules:
+            added = {id(layer) for layer in adapter_layers(place)}
+            below = reversed(place._modules.values())
+            stack += [child for child in below if child is not None and id(child) not in added]
 
 
 def adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

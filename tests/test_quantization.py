@@ -530,14 +530,14 @@ def test_what_was_dequantised_is_an_ordinary_model(checkpoints):
     model.dequantize()
     assert model.is_loaded_in_4bit  # upstream's flag outlives it
     assert quantization_method(model) is take_census(model).quantization is None
-    assert unsupported(model) is None
+    assert unsupported(model, quantization_method(model)) is None
     # A stand-in for releases of transformers that leave the quantiser on a model that they dequantised.
     model.hf_quantizer = SimpleNamespace(quantization_config=Mxfp4Config(dequantize=True))
-    assert unsupported(model) is None
+    assert unsupported(model, quantization_method(model)) is None
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_bitsandbytes_quantised_is_supported(checkpoints, method):
     model = AutoModelForCausalLM.from_pretrained(checkpoints / method, dtype=torch.bfloat16)
     assert quantization_method(lora(model)) == ("8bit" if method == "int8" else "4bit")
-    assert unsupported(model) is None
+    assert unsupported(model, quantization_method(model)) is None

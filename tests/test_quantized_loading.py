@@ -412,18 +412,18 @@ def test_what_was_dequantised_while_it_was_loaded_is_not_refused(tmp_path):
     ):  # the first for want of a GPU
         model = AutoModelForCausalLM.from_pretrained(folder, **settings)
         assert quantization_method(model) is None
-        assert unsupported(model) is None
+        assert unsupported(model, quantization_method(model)) is None
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     folder = rewritten(tmp_path / "mxfp4", tiny.save("gpt_oss", tmp_path / "oss"), {"quant_method": "mxfp4"}, as_mxfp4)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))
-    assert unsupported(model) is None
+    assert unsupported(model, quantization_method(model)) is None
 
 
 def test_any_other_quantiser_is_refused_by_name(tmp_path):
     folder = rewritten(tmp_path / "bitnet", cells.folder("text"), {"quant_method": "bitnet"}, as_bitnet)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert quantization_method(model) == "bitnet"
-    problem = unsupported(model)
+    problem = unsupported(model, quantization_method(model))
     assert problem.id == "unknown-quantizer"
     assert problem.given == "a model quantised by bitnet"
     assert "BitsAndBytesConfig(load_in_4bit=True)" in problem.fix
@@ -432,4 +432,5 @@ def test_any_other_quantiser_is_refused_by_name(tmp_path):
 def test_the_way_out_names_the_config_that_dequantises():
     model = tiny.build_model("text")
     model.hf_quantizer = SimpleNamespace(quantization_config=Mxfp4Config())  # a stand-in for a GPU that keeps MXFP4
-    assert "`quantization_config=Mxfp4Config(dequantize=True)`, or the unquantised" in unsupported(model).fix
+    fix = unsupported(model, quantization_method(model)).fix
+    assert "`quantization_config=Mxfp4Config(dequantize=True)`, or the unquantised" in fix
