@@ -36,11 +36,52 @@ def test_bytes_are_those_of_the_tensors(cost):
 
 
 def test_steps_of_a_window_are_counted_together(cost):
-    found = cost.timed(
-        {"family": "llava", "task": "grpo", "kind": "lora", "steps_per_generation": 2, "steps": 4}, True
-    )
-    assert found["step"] > 0
-    assert found["construction"] > 0
+    point = {"family": "llava", "task": "grpo", "kind": "lora", "steps_per_generation": 2, "steps": 8}
+    found = cost.timed(point, safe_first=True)
+    assert {name: set(value) for name, value in found.items()} == {
+        "construction": {"stock", "ratio"},
+        "step": {"stock", "ratio", "more"},
+    }
+    assert 0.5 < found["step"]["ratio"] < 2
+    assert abs(found["step"]["more"]) < found["step"]["stock"]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_trainers_that_take_turns_train_as_each_does_alone(cost, first):
+    import cost_runs
+    import torch
+
+    point = {"family": "text", "task": "grpo", "kind": "full", "steps": 6}
+
+    def trained(*sides):
+        trainers = {}
+        for safe in sides:
+            torch.manual_seed(0)
+            trainers[safe] = cost_runs.construct(point, safe)
+        seconds = cost_runs.in_turns(trainers, sides[0], window=2)
+        assert {safe: len(found) for safe, found in seconds.items()} == {False: 0, True: 0} | dict.fromkeys(sides, 1)
+        return {safe: [p.detach().clone() for p in trainer.model.parameters()] for safe, trainer in trainers.items()}
+
+    together = trained(first, not first)
+    for safe, weights in together.items():
+        (alone,) = trained(safe).values()
+        assert all(map(torch.equal, weights, alone))
+    assert not all(map(torch.equal, together[False], cost_runs.construct(point, False).model.parameters()))
+
+
+def test_a_trainer_that_fails_ends_both(cost):
+    import cost_runs
+
+    point = {"family": "text", "task": "sft", "kind": "full", "steps": 4}
+    trainers = {safe: cost_runs.construct(point, safe) for safe in (False, True)}
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("no loss")
+
+    trainers[True].compute_loss = failing
+    with pytest.raises(RuntimeError, match="no loss"):
+        cost_runs.in_turns(trainers, True)
+    assert trainers[False].state.global_step == 4  # which went on alone
 
 
 def test_runs_alternate(cost):
