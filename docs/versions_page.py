@@ -17,7 +17,7 @@ def page(measured: dict[str, Any] | None = None) -> str:
         measured: What was measured; by default what is committed.
     """
     measured = json.loads(RESULT.read_text(encoding="utf-8")) if measured is None else measured
-    pairs = measured["pairs"]
+    pairs = {name: pair for name, pair in measured["pairs"].items() if "core" in pair}
     others = sorted({(pair["versions"]["python"], pair["versions"]["torch"]) for pair in pairs.values()})
     return "\n".join(
         [
@@ -71,16 +71,13 @@ def _name(pair: dict[str, Any]) -> str:
 
 
 def _row(pair: dict[str, Any]) -> str:
-    versions, core = pair["versions"], pair.get("core")
-    keys = ("passed", "failed", "skipped", "seconds")
-    counts = [str(core[key]) for key in keys] if core else ["not run whole", "", "", ""]
+    versions, core = pair["versions"], pair["core"]
+    counts = [str(core[key]) for key in ("passed", "failed", "skipped", "seconds")]
     return "| " + " | ".join([*(versions[package] for package in SHOWN), *counts]) + " |"
 
 
 def _failures(pair: dict[str, Any]) -> list[str]:
-    failures, again = pair.get("core", {}).get("failures", []), pair.get("core", {}).get("again", 0)
-    if "core" not in pair:
-        return [f"{_name(pair)}: {pair['note']}", ""]
+    failures, again = pair["core"]["failures"], pair["core"].get("again", 0)
     if again and not failures:
         return [f"With {_name(pair)}, {again} of these tests were run again after they were mended.", ""]
     if not failures:

@@ -235,6 +235,7 @@ def run_slice(python: Path, name: str, jobs: int) -> dict[str, Any]:
     """
     out = ENVIRONMENTS / f"matrix-{name}.jsonl"
     command = [str(python), "benchmarks/matrix.py", "--slice", "--jobs", str(jobs), "--out", str(out)]
+    out.unlink(missing_ok=True)  # it would keep cells of an earlier slice
     started = time.perf_counter()
     status = subprocess.run(command, cwd=ROOT, env=surroundings(), check=False).returncode
     heading, *rows = map(json.loads, out.read_text(encoding="utf-8").splitlines())
@@ -297,7 +298,6 @@ def main() -> int:
             result["core"] = run_failed(python, result["core"], report)
         elif options.part != "slice":
             result["core"] = run_suite(python, core(), report)
-            result.pop("note", None)  # of what was run before
         if options.part != "core" and not options.failed:
             result["slice"] = run_slice(python, pair.name, options.jobs)
         record(pair.name, result)
