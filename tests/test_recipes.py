@@ -478,6 +478,14 @@ def test_a_pipe_that_is_closed_early_is_no_traceback(words, recipe):
     assert child.wait() == 141  # as a shell says it, and not 1, which says that something was warned of
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_said():
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "safe_trainers.cli", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: nothing more can be written: No space left on device\n")
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["--num_processes", "0"], "0 is no number of processes"),
     (["--num-processes", "-2"], "-2 is no number of processes"),

@@ -1,6 +1,7 @@
 """`safe-trainers COMMAND ...`: finds the command, and turns every refusal into one clear message and exit status 2."""
 
 import argparse
+import errno
 import importlib
 import logging
 import os
@@ -120,5 +121,16 @@ def run() -> None:
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell says it; a traceback would be nobody's news
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        _drop_output()
         sys.exit(141)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"error: nothing more can be written: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _drop_output() -> None:
+    """Sends what is left of the output nowhere: Python flushes it at exit, and would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
