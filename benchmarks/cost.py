@@ -56,6 +56,7 @@ SERIES: dict[str, tuple[str, Point, tuple[int, ...]]] = {
     "steps per generation": ("steps_per_generation", PICTURES, (1, 4, 8)),
     "tokens per sequence": ("tokens", TEXT, (64, 256, 1024)),
     "hidden size": ("hidden", TEXT, (64, 256, 1024)),
+    "hidden size, GRPO": ("hidden", TEXT | {"task": "grpo"}, (64, 256, 1024)),
 }
 
 
