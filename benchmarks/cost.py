@@ -34,6 +34,8 @@ warnings.simplefilter("ignore")
 
 RESULT = Path(os.environ.get("COST_OUT", Path(__file__).parent / "results" / "cost.json"))
 PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft", "accelerate")
+MARGIN = 0.02
+"""What medians of the same code differ by from day to day, beside their spread: caches, and where memory lies."""
 EXACT = ("peak", "media", "moved", "drift")
 """Quantities that are counted and not timed: one measurement each, and no spread."""
 
@@ -60,10 +62,9 @@ SERIES: dict[str, tuple[str, Point, tuple[int, ...]]] = {
 }
 
 
-def compare(point: Point, repetitions: int) -> dict[str, Any]:
-    """Every quantity of a point: the ratios of safe over stock, and stock's own median or bytes."""
-    window = point.get("steps_per_generation", 1)
-    timed(point | {"steps": 3 * window}, False)  # caches and imports
+def compare_times(point: Point, repetitions: int) -> dict[str, Any]:
+    """The times of a point: the ratios of safe over stock, and stock's own median."""
+    timed(point | {"steps": 3 * point.get("steps_per_generation", 1)}, False)  # caches and imports
     runs = [timed(point, safe_first=bool(repetition % 2)) for repetition in range(repetitions)]
     found: dict[str, Any] = {
         name: {
@@ -73,6 +74,12 @@ def compare(point: Point, repetitions: int) -> dict[str, Any]:
         for name in runs[0]
     }
     found["step"]["more"] = statistics.median(run["step"]["more"] for run in runs)
+    return found
+
+
+def compare(point: Point, repetitions: int) -> dict[str, Any]:
+    """Every quantity of a point: the ratios of safe over stock, and stock's own median or bytes."""
+    found = compare_times(point, repetitions)
     exact = {safe: counted(point, safe) for safe in (False, True)}
     for name, stock in exact[False].items():
         found[name] = {"stock": stock, "ratios": [exact[True][name] / stock]}
@@ -121,6 +128,27 @@ def measure_growth(repetitions: int) -> dict[str, Any]:
             steps = windows * asked.get("steps_per_generation", 1)
             found[name][str(value)] = compare(asked | {"steps": steps}, repetitions)
             said(name, value)
+    return found
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "`precision_metrics=False`": {"precision_metrics": False},
+    "`rollout_compute='stock'`": {"rollout_compute": "stock"},
+    "both": {"precision_metrics": False, "rollout_compute": "stock"},
+}
+"""What of a step's cost can be switched off: the metrics, and rollouts that compute as the loss does."""
+
+
+def measure_switches(repetitions: int) -> dict[str, Any]:
+    """What a step costs without what can be switched off, with pictures and without."""
+    found = {}
+    for point in (TEXT | {"task": "grpo"}, PICTURES):
+        for name, switched in SWITCHES.items():
+            asked = point | {"steps": 26, "switched": switched}
+            times = compare_times(asked, repetitions)
+            found[f"{' '.join(point.values())}, {name}"] = {"step": times["step"]}
+            said("switches", *point.values(), name)
     return found
 
 
@@ -211,6 +239,7 @@ def whole_process(given: str) -> None:
 
 SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "cells": measure_cells,
+    "switches": measure_switches,
     "growth": measure_growth,
     "sync": measure_sync,
     "import": measure_import,
@@ -246,6 +275,8 @@ def leaves(content: Mapping[str, Any], *path: str) -> Iterable[tuple[tuple[str, 
 def outside(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Which medians are outside what the committed repetitions spread over; exact quantities have to be the same.
 
+    Medians of times may be outside by `MARGIN`.
+
     Args:
         committed: The sections of the committed file.
         now: Those that were measured again.
@@ -258,7 +289,8 @@ def outside(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: not in the committed results")
             continue
         ratios, median = known[path]["ratios"], statistics.median(value["ratios"])
-        low, high = min(ratios), max(ratios)
+        margin = 0.0 if path[-1] in EXACT else MARGIN
+        low, high = min(ratios) - margin, max(ratios) + margin
         if not low <= median <= high:
             found.append(f"{name}: {median:.3f} is outside {low:.3f} to {high:.3f}")
     return found
@@ -276,9 +308,11 @@ def main() -> int:
         whole_process(options.process)
         return 0
     names = options.only.split(",") if options.only else list(SECTIONS)
-    started, now = time.perf_counter(), {}
+    now, minutes = {}, {}
     for name in names:
+        started = time.perf_counter()
         now[name] = SECTIONS[name](options.repetitions)
+        minutes[name] = round((time.perf_counter() - started) / 60, 1)
     committed = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {"sections": {}}
     if options.check:
         problems = outside(committed["sections"], now)
@@ -288,7 +322,7 @@ def main() -> int:
         "command": "python benchmarks/cost.py",
         "versions": {package: version(package) for package in PACKAGES},
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-        "minutes": round((time.perf_counter() - started) / 60, 1),
+        "minutes": {**committed.get("minutes", {}), **minutes},
         "sections": {name: now.get(name) or committed["sections"].get(name) for name in SECTIONS},
     }
     RESULT.write_text(json.dumps(rounded(content), indent=1) + "\n", encoding="utf-8")

@@ -215,7 +215,7 @@ def timed(point: Point, safe_first: bool) -> dict[str, dict[str, float]]:
     """One comparison of times: of the constructions, and of the steps of two trainers that take turns.
 
     Args:
-        point: What is trained, and how many `steps`.
+        point: What is trained, and how many `steps`; `switched`, fields of the safe trainer's arguments.
         safe_first: Who begins.
 
     Returns:
@@ -230,6 +230,8 @@ def timed(point: Point, safe_first: bool) -> dict[str, dict[str, float]]:
         task, arguments = prepared(point)
         trainers.pop(safe, None)
         gc.collect()
+        if safe:
+            vars(arguments["args"]).update(point.get("switched", {}))
         started = time.process_time()
         trainers[safe] = (cells.SAFE if safe else cells.STOCK)[task](**arguments)
         built[safe].append(time.process_time() - started)

@@ -52,19 +52,27 @@ def section() -> list[str]:
         "",
         "Made from `benchmarks/results/cost.json`, which `make bench` measures; `make bench-check` measures again and",
         "fails where a median is outside the committed spread.",
-        f"`{measured['command']}` ({measured['minutes']:.0f} minutes); {versions}; {measured['machine']}.",
+        f"`{measured['command']}` ({sum(measured['minutes'].values()):.0f} minutes); {versions}; {measured['machine']}.",
         "",
-        "Ratios of safe over stock: the median of several comparisons, with the least and the largest. Times are CPU",
-        "time of one thread. Of steps, both trainers take turns in one process, step by step, and a comparison is the",
-        "median over the pairs; what a step takes more is given beside it. Of constructions, it is the fastest of five",
-        "of each, by turns. Bytes are counted and exact. Both sides compute alike: bfloat16 weights, `bf16=True`,",
-        "TRL's plain config, all metrics on.",
+        "Ratios of safe over stock: the median of several comparisons, with the least and the largest. Times are",
+        "CPU time of one thread. Of steps, both trainers take turns in one process, step by step, and a comparison",
+        "is the median over the pairs; what a step takes more is given beside it. Of constructions, it is the",
+        "fastest of five of each, by turns. Bytes are counted and exact. Both sides compute alike: bfloat16 weights,",
+        "`bf16=True`, TRL's plain config, all metrics on.",
         "",
         *_limits(parts),
         "",
         "### By trainer",
         "",
         *_table(parts["cells"], "family, trainer, kind"),
+        "",
+        "### What can be switched off",
+        "",
+        "Most of what a step of GRPO takes more goes to the metrics of its rollout. That it is sampled under the",
+        "autocast of the loss, which is what makes sampler and trainer agree, takes next to nothing. The rest is hooks",
+        "at the boundaries of towers, media that are cast by name, and the record of skipped steps.",
+        "",
+        *_table(parts["switches"], "GRPO, LoRA"),
         "",
         "### Growth",
         "",
@@ -101,17 +109,24 @@ def _limits(parts: Mapping[str, Any]) -> Iterator[str]:
         held = "held in all" if not missed else f"missed in {missed} of {len(medians)}"
         yield f"| {WORDS[name]} | {limit:.2f} | {medians[worst]:.3f} ({worst}); {held} | {large} |"
     yield f"| CPU time of import | 1.10 | {spread(parts['import']['two trainers']['time'])} | |"
-    alone = min(found["peak"]["stock"] for found in parts["cells"].values())
+    alone = [found["peak"]["stock"] / 1e6 for found in parts["cells"].values()]
     most = max((median(f["peak"]) - 1) * f["peak"]["stock"] for f in parts["cells"].values())
+    steps = [f["step"]["stock"] * 1e3 for f in parts["cells"].values()]
+    more = {
+        task: [f["step"]["more"] * 1e3 for cell, f in parts["cells"].items() if f" {task} " in cell]
+        for task in ("sft", "grpo")
+    }
     yield ""
     yield from textwrap.wrap(
-        f"The models of the first column hold {alone / 1e6:.0f} MB at their peak and take a few hundredths of a "
-        "second a step, so that what is constant shows most: the sample that the optimizer's metrics look at takes "
-        f"up to {most / 1e3:.0f} kB, whatever the size of the model, and the metrics take a millisecond or two. The "
-        "last column is what is left of it in runs that are still small. Construction reads each tensor's dtype a "
-        "few times, which [takes some hundredth of a millisecond a tensor](growth.md): a tenth where a model is made "
-        "in 50 ms, and little where loading takes seconds. Single ratios of times spread by a tenth and more on this "
-        "machine: no median here tells 1.01 from 1.03.",
+        f"The models of the first column hold {min(alone):.0f} to {max(alone):.0f} MB at their peak and take "
+        f"{min(steps):.0f} to {max(steps):.0f} ms a step, so that what is constant shows most. A step of SFT takes "
+        f"{min(more['sft']):.1f} to {max(more['sft']):.1f} ms more, one of GRPO {min(more['grpo']):.1f} to "
+        f"{max(more['grpo']):.1f} ms, little of which grows with the model or the batch: a hundredth of a step that "
+        f"takes {max(more['sft']) / 10:.2f} and {max(more['grpo']) / 10:.2f} seconds. The sample that the optimizer's "
+        f"metrics look at takes {most / 1e3:.0f} kB, whatever the size of the model. Construction reads each tensor's "
+        "dtype a few times, which [takes some hundredth of a millisecond a tensor](growth.md), and, where weights "
+        "are trained in half precision, counts what updates would lose: a tenth where a model is made in 50 ms, and "
+        "little where loading takes seconds. The last column is what is left of it in runs that are still small.",
         width=110,
     )
 

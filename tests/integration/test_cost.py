@@ -102,9 +102,12 @@ def test_the_guard_finds_what_is_outside(cost):
         return {"cells": {"text": {"step": {"stock": 1.0, "ratios": list(ratios)}}}}
 
     assert cost.outside(committed, now(0.9, 1.01, 1.3)) == []  # the median counts
-    (slower,) = cost.outside(committed, now(1.03, 1.03, 1.03))
-    assert slower == "cells, text, step: 1.030 is outside 0.980 to 1.020"
+    assert cost.outside(committed, now(1.039)) == []  # another day
+    (slower,) = cost.outside(committed, now(1.05, 1.05, 1.05))
+    assert slower == "cells, text, step: 1.050 is outside 0.960 to 1.040"
     assert len(cost.outside(committed, now(0.9))) == 1
+    exact = {"cells": {"text": {"peak": {"stock": 1.0, "ratios": [1.0]}}}}
+    assert len(cost.outside(exact, {"cells": {"text": {"peak": {"stock": 1.0, "ratios": [1.001]}}}})) == 1
     assert cost.outside({"cells": {}}, now(1.0)) == ["cells, text, step: not in the committed results"]
 
 
