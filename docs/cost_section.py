@@ -46,13 +46,14 @@ def spread(value: Mapping[str, Any]) -> str:
 def section() -> list[str]:
     """The lines of the section."""
     measured = read()
+    minutes = sum(measured["minutes"].values())
     parts, versions = measured["sections"], ", ".join(f"{p} {v}" for p, v in measured["versions"].items())
     return [
         "## What it costs",
         "",
         "Made from `benchmarks/results/cost.json`, which `make bench` measures; `make bench-check` measures again and",
         "fails where a median is outside the committed spread.",
-        f"`{measured['command']}` ({sum(measured['minutes'].values()):.0f} minutes); {versions}; {measured['machine']}.",
+        f"`{measured['command']}` ({minutes:.0f} minutes); {versions}; {measured['machine']}.",
         "",
         "Ratios of safe over stock: the median of several comparisons, with the least and the largest. Times are",
         "CPU time of one thread. Of steps, both trainers take turns in one process, step by step, and a comparison",
@@ -69,8 +70,8 @@ def section() -> list[str]:
         "### What can be switched off",
         "",
         "Most of what a step of GRPO takes more goes to the metrics of its rollout. That it is sampled under the",
-        "autocast of the loss, which is what makes sampler and trainer agree, takes next to nothing. The rest is hooks",
-        "at the boundaries of towers, media that are cast by name, and the record of skipped steps.",
+        "autocast of the loss, which is what makes sampler and trainer agree, takes next to nothing. The rest is",
+        "hooks at the boundaries of towers, media that are cast by name, and the record of skipped steps.",
         "",
         *_table(parts["switches"], "GRPO, LoRA"),
         "",
