@@ -331,7 +331,10 @@ def main(folder: Path) -> None:
     import cells
 
     for family in {keywords.get("family", "text") for keywords in told["parts"].values()}:
-        cells.folder(family)  # each process has its own; once they are a group, only the first of them would save
+        # Each process for itself: once they are a group, only the first of them would save, and under ZeRO-3 a model
+        # is in parts from its first layer on.
+        cells.why_not_built(family)
+        cells.folder(family)
     torch.manual_seed(0)
     results = {name: run(**keywords) for name, keywords in told["parts"].items()}
     (folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
