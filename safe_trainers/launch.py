@@ -81,7 +81,7 @@ def launch(arguments: Sequence[str], config: str | None, processes: int | None) 
         processes: How many; by default as the config says, else one for each GPU.
 
     Returns:
-        The exit status: that of the process that failed first, 0 where none did.
+        The exit status: that of the process that was killed, or else failed first; 0 where none did.
 
     Raises:
         RecipeError: If it cannot be launched like this.
@@ -95,7 +95,7 @@ def launch(arguments: Sequence[str], config: str | None, processes: int | None) 
         with _environment(told), _children_end():
             status = _accelerate(options)
         failures = sorted(_failures(Path(folder)), key=lambda failure: failure.when)
-    if not failures:
+    if not failures or _is_cause(status):
         if status:
             print(f"error: {_ended(status)}", file=sys.stderr)
         return status
@@ -154,7 +154,8 @@ def _accelerate(options: list[str]) -> int:
             warnings.simplefilter("ignore")
             launch_command(parsed)
     except ChildFailedError as error:
-        return _status(error.get_first_failure()[1].exitcode)
+        ended = [_status(failure.exitcode) for failure in error.failures.values()]
+        return next(filter(_is_cause, ended), _status(error.get_first_failure()[1].exitcode))
     except CalledProcessError as error:
         return _status(error.returncode)
     except SignalException as error:
@@ -171,6 +172,14 @@ def _accelerate(options: list[str]) -> int:
 def _status(exitcode: int) -> int:
     """A process's exit status as a shell has it; below zero it is the signal that ended it."""
     return exitcode if exitcode >= 0 else 128 - exitcode
+
+
+def _is_cause(status: int) -> bool:
+    """Whether a process was ended so that it could say nothing, and the others fail because it is gone.
+
+    Not by SIGTERM, which the launcher sends to those that are left, nor by SIGABRT, with which NCCL ends them.
+    """
+    return status - 128 in {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 def _ended(status: int) -> str:

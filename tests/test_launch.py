@@ -80,6 +80,30 @@ def test_the_first_failure_is_the_one_that_is_shown(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("second", "status", "said"),
+    [
+        (-9, 137, "error: a process was ended by SIGKILL: the machine may have run out of memory\n"),
+        (-11, 139, "error: a process was ended by SIGSEGV\n"),
+        (-15, 1, "process 0 of 2 failed"),  # by the launcher, since the other has failed
+        (-6, 1, "process 0 of 2 failed"),  # by NCCL, for the same reason
+    ],
+)
+def test_a_process_that_was_killed_is_the_cause(tmp_path, monkeypatch, capsys, second, status, said):
+    """A stand-in for the launcher: the one that lost the other's connection may be seen to fail before it."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def fails(options):
+        Path(os.environ[launch.ERRORS], "0.json").write_text(
+            json.dumps({"rank": 0, "when": 1.0, "status": 1, "text": "process 0 of 2 failed"})
+        )
+        raise ChildFailedError("", {0: ProcessFailure(0, 0, 1, ""), 1: ProcessFailure(1, 0, second, "")})
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fails)
+    assert launch.launch(["sft"], "ddp", 2) == status
+    assert capsys.readouterr().err.rstrip("\n") == said.rstrip("\n")
+
+
+@pytest.mark.parametrize(
     ("status", "said"),
     [
         (3, "a process ended with exit status 3"),
