@@ -52,7 +52,7 @@ matrix: setup ## the full precision matrix
 slow: setup ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow
 
-distributed: setup ## two processes under every engine (6 minutes); DeepSpeed gets an environment of its own
+distributed: setup ## two processes under every engine (2 minutes); DeepSpeed gets an environment of its own
 	@test -e $(DEEPSPEED)/.installed || { \
 		echo 'distributed: installing DeepSpeed into $(DEEPSPEED)'; \
 		$(BIN)/python -m venv $(DEEPSPEED) \
