@@ -114,7 +114,7 @@ def parts_of(model: Any) -> Iterator[tuple[str, Callable[[], Any], Callable[[], 
 
     yield "census", lambda: take_census(model), nothing
     yield "policy", lambda: resolve(FLAGS, CPU, model_of(census, live=False)), nothing
-    yield "decisions on trainables", lambda: prepare(model, policy, Prepared(2e-5)), nothing
+    yield "decisions on trainables", lambda: prepare(model, census, policy, Prepared(2e-5)), nothing
     yield "fp32_modules, all norms", lambda: wide(model), nothing
     yield "boundaries", lambda: apply(settlement, model), lambda: unsettle(model)
     model.is_loaded_in_4bit = True
