@@ -75,7 +75,7 @@ bench: setup ## stock and safe side by side: time, memory, bytes of media, and h
 bench-check: setup ## measure the cost again, and fail outside the spread of the committed ratios
 	@$(BIN)/python benchmarks/cost.py --check
 
-bench-matrix: setup ## stock and safe in each family, trainer, precision and kind: docs/evidence.md (half an hour)
+bench-matrix: setup ## stock and safe in each family, trainer, precision and kind: docs/evidence.md (5 to 20 minutes)
 	@$(BIN)/python benchmarks/matrix.py
 	@$(BIN)/python docs/build.py
 
@@ -86,7 +86,7 @@ bench-mismatch: setup ## sampler and trainer in bf16, in fp16 and mixed, by leng
 bench-tiny: setup ## run the embedded recipes and their controls again: docs/tiny_task.md (15 minutes)
 	@$(BIN)/python benchmarks/tiny_task.py
 
-bench-growth: setup ## time and memory as a model grows to 1e5 tensors and a batch to 1e3 images: docs/growth.md (10 minutes)
+bench-growth: setup ## time and memory as a model grows to 1e5 tensors and a batch to 1e3 images: docs/growth.md (7 minutes)
 	@$(BIN)/python benchmarks/growth.py
 	@$(BIN)/python docs/build.py
 

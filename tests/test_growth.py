@@ -118,7 +118,7 @@ def quantized(layers):
 
 WORK = {
     "census": take_census,
-    "preparation": lambda made: prepare(made, decided(made)[1], Prepared(2e-5)),
+    "preparation": lambda made: prepare(made, *decided(made), Prepared(2e-5)),
     "settlement": settled,
     "fp32_modules": named,
     "layout with what it keeps": laid_out,
