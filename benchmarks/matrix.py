@@ -1,8 +1,8 @@
 """Stock and safe side by side in the cells that users are in: family, trainer, weights, flag, adapter, reference.
 
-    python benchmarks/matrix.py            # the axes covered pairwise; about an hour on 2 cores
+    python benchmarks/matrix.py            # the axes covered pairwise; 5 to 20 minutes on 2 cores
     python benchmarks/matrix.py --slice    # three minutes
-    python benchmarks/matrix.py --all      # every cell
+    python benchmarks/matrix.py --all      # every cell; an hour
 
 Each cell runs in a process that runs both. Results are written as they come, one line each; what is there already is
 not run again, unless a version has changed. `docs/build.py` makes `docs/evidence.md` of them.
