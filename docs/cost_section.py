@@ -52,7 +52,7 @@ def section() -> list[str]:
         "## What it costs",
         "",
         "Made from `benchmarks/results/cost.json`, which `make bench` measures; `make bench-check` measures again and",
-        "fails where a median is outside the committed spread.",
+        "fails where a median of times is outside the committed spread by more than two hundredths, or bytes differ.",
         f"`{measured['command']}` ({minutes:.0f} minutes); {versions}; {measured['machine']}.",
         "",
         "Ratios of safe over stock: the median of several comparisons, with the least and the largest. Times are",
