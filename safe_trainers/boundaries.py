@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .census import first_dtype
-from .towers import FEATURE_METHODS, Anatomy, is_quantized
+from .towers import FEATURE_METHODS, Anatomy, floating_parameters, is_quantized
 
 
 MATMUL_LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
@@ -121,11 +120,22 @@ def _features_follow_embeddings(function: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(function)
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = function(self, *args, **kwargs)
-        dtype = first_dtype(self.get_input_embeddings())  # type: ignore[operator]
-        return output if dtype is None else cast_floating(output, dtype)
+        weight = next(floating_parameters(self.get_input_embeddings()), None)  # type: ignore[operator]
+        if weight is None or _is_foreign(weight.dtype, weight.device.type):
+            return output
+        return cast_floating(output, weight.dtype)
 
     setattr(features, _MARK, True)
     return features
+
+
+def _is_foreign(dtype: torch.dtype, device: str) -> bool:
+    """Whether a dtype is the other half format than autocast's, in which autocast refuses to join tensors."""
+    return (
+        torch.is_autocast_enabled(device)
+        and dtype != torch.get_autocast_dtype(device)
+        and {dtype, torch.get_autocast_dtype(device)} <= {torch.bfloat16, torch.float16}
+    )
 
 
 def _own_weight(leaf: nn.Module) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ ENGINE = "SAFE_TRAINERS_ENGINE"
 
 ALONE = "NO"
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+PATIENCE = 20
+"""Seconds after the first failure within which the launcher kills nothing: it waits 30 for those that are left."""
 REFUSED, CRASHED = 2, 1
 """Exit statuses of a process whose input was refused, and of one that failed."""
 
@@ -93,10 +95,10 @@ def launch(arguments: Sequence[str], config: str | None, processes: int | None) 
     with tempfile.TemporaryDirectory(prefix="safe-trainers-launch-") as folder:
         told = {ERRORS: folder, PROCESSES: str(number), ENGINE: engine}
         with _environment(told), _children_end():
-            status = _accelerate(options)
+            status, said = _accelerate(options)
         failures = sorted(_failures(Path(folder)), key=lambda failure: failure.when)
-    if not failures or _is_cause(status):
-        if status:
+    if said or not failures:
+        if status and not said:
             print(f"error: {_ended(status)}", file=sys.stderr)
         return status
     print(failures[0].text, file=sys.stderr)
@@ -137,8 +139,12 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _accelerate(options: list[str]) -> int:
-    """Runs accelerate's launcher in this process; its own reports of failed processes are left out."""
+def _accelerate(options: list[str]) -> tuple[int, bool]:
+    """Runs accelerate's launcher in this process; its own reports of failed processes are left out.
+
+    Returns:
+        The exit status, and whether it was said why: a process was killed, and all else follows from that.
+    """
     from subprocess import CalledProcessError
 
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -154,19 +160,22 @@ def _accelerate(options: list[str]) -> int:
             warnings.simplefilter("ignore")
             launch_command(parsed)
     except ChildFailedError as error:
-        ended = [_status(failure.exitcode) for failure in error.failures.values()]
-        return next(filter(_is_cause, ended), _status(error.get_first_failure()[1].exitcode))
+        killed = next(_killed(error.failures), None)
+        if killed is not None:
+            print(f"error: {_ended(killed)}", file=sys.stderr)
+            return killed, True
+        return _status(error.get_first_failure()[1].exitcode), False
     except CalledProcessError as error:
-        return _status(error.returncode)
+        return _status(error.returncode), False
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return 128 + int(error.sigval), False
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return 128 + signal.SIGINT, False
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else CRASHED
+        return error.code if isinstance(error.code, int) else CRASHED, False
     except (ValueError, ImportError, ConnectionError, AssertionError) as error:
         raise RecipeError(f"accelerate cannot launch this: {error}") from error
-    return 0
+    return 0, False
 
 
 def _status(exitcode: int) -> int:
@@ -174,12 +183,21 @@ def _status(exitcode: int) -> int:
     return exitcode if exitcode >= 0 else 128 - exitcode
 
 
-def _is_cause(status: int) -> bool:
-    """Whether a process was ended so that it could say nothing, and the others fail because it is gone.
+def _killed(failures: Mapping[int, Any]) -> Iterator[int]:
+    """The exit statuses of processes that were ended so that they could say nothing: the others fail without them.
 
     Not by SIGTERM, which the launcher sends to those that are left, nor by SIGABRT, with which NCCL ends them.
+
+    Args:
+        failures: What torch's launcher knows of each rank that has failed.
     """
-    return status - 128 in {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+    fatal = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+    first = min(failure.timestamp for failure in failures.values())
+    for rank, failure in failures.items():
+        spoke = Path(os.environ[ERRORS], f"{rank}.json").exists()
+        by_launcher = failure.timestamp - first >= PATIENCE
+        if -failure.exitcode in fatal and not spoke and not by_launcher:
+            yield _status(failure.exitcode)
 
 
 def _ended(status: int) -> str:

@@ -29,7 +29,7 @@ def lost_share(tensors: Iterable[torch.Tensor], learning_rate: float, dtype: tor
         flat = tensor.detach().reshape(-1)
         sizes.append(flat.numel())
         # Odd: an even stride would meet the same columns of a matrix again and again.
-        samples.append(flat[:: max(1, flat.numel() // SAMPLE) | 1].to(dtype))
+        samples.append(flat[:: max(1, flat.numel() // SAMPLE) | 1].to(dtype, copy=True))  # no view, which keeps `flat`
     if not samples:
         return 0.0
     lengths = torch.tensor([len(sample) for sample in samples])  # (T,)

@@ -79,28 +79,36 @@ def test_the_first_failure_is_the_one_that_is_shown(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["0.json", "1.json"]
 
 
+KILLED = "error: a process was ended by SIGKILL: the machine may have run out of memory"
+
+
 @pytest.mark.parametrize(
-    ("second", "status", "said"),
+    ("second", "later", "spoke", "status", "said"),
     [
-        (-9, 137, "error: a process was ended by SIGKILL: the machine may have run out of memory\n"),
-        (-11, 139, "error: a process was ended by SIGSEGV\n"),
-        (-15, 1, "process 0 of 2 failed"),  # by the launcher, since the other has failed
-        (-6, 1, "process 0 of 2 failed"),  # by NCCL, for the same reason
+        (-9, 0, False, 137, KILLED),
+        (-11, 0, False, 139, "error: a process was ended by SIGSEGV"),
+        (-11, 0, True, 1, "process 0 of 2 failed"),  # on its way out, after it had said why it fails
+        (-9, 30, False, 1, "process 0 of 2 failed"),  # by the launcher, whose SIGTERM it did not follow
+        (-15, 0, False, 1, "process 0 of 2 failed"),  # by the launcher, since the other has failed
+        (-6, 0, False, 1, "process 0 of 2 failed"),  # by NCCL, for the same reason
     ],
 )
-def test_a_process_that_was_killed_is_the_cause(tmp_path, monkeypatch, capsys, second, status, said):
+def test_a_process_that_was_killed_is_the_cause(monkeypatch, capsys, second, later, spoke, status, said):
     """A stand-in for the launcher: the one that lost the other's connection may be seen to fail before it."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     def fails(options):
-        Path(os.environ[launch.ERRORS], "0.json").write_text(
-            json.dumps({"rank": 0, "when": 1.0, "status": 1, "text": "process 0 of 2 failed"})
-        )
-        raise ChildFailedError("", {0: ProcessFailure(0, 0, 1, ""), 1: ProcessFailure(1, 0, second, "")})
+        for rank in (0, 1) if spoke else (0,):
+            text = f"process {rank} of 2 failed"
+            told = {"rank": rank, "when": 1.0 + rank, "status": 1, "text": text}
+            Path(os.environ[launch.ERRORS], f"{rank}.json").write_text(json.dumps(told))
+        failures = {0: ProcessFailure(0, 0, 1, ""), 1: ProcessFailure(1, 0, second, "")}
+        failures[1].timestamp = failures[0].timestamp + later
+        raise ChildFailedError("", failures)
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", fails)
     assert launch.launch(["sft"], "ddp", 2) == status
-    assert capsys.readouterr().err.rstrip("\n") == said.rstrip("\n")
+    assert capsys.readouterr().err == said + "\n"
 
 
 @pytest.mark.parametrize(

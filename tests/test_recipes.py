@@ -1,5 +1,6 @@
 """Recipes are read strictly: what is wrong is said once, clearly, before anything is written."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from rich.console import Console
 from trl import ModelConfig, get_quantization_config
 
 from safe_trainers import PrecisionError, RecipeError, SafeSFTTrainer, tiny
+from safe_trainers.cli import main as program
 from safe_trainers.cli.main import COMMANDS, build_parser, main
 from safe_trainers.cli.train import run_recipe
 from safe_trainers.recipes import TASKS, check_columns, find_recipe, load_rewards, read_recipe
@@ -484,6 +486,17 @@ def test_a_full_disk_is_said():
         command = [sys.executable, "-m", "safe_trainers.cli", "list"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "error: nothing more can be written: No space left on device\n")
+
+
+def test_a_disk_that_is_full_elsewhere_is_no_matter_of_the_output(monkeypatch, capsys):
+    def saves():
+        print("step 1")
+        raise OSError(errno.ENOSPC, "No space left on device", "out/checkpoint-1/optimizer.pt")
+
+    monkeypatch.setattr(program, "main", saves)
+    with pytest.raises(OSError, match=r"optimizer\.pt"):
+        program.run()
+    assert capsys.readouterr().out == "step 1\n"
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -49,3 +49,10 @@ def test_float16_loses_less_than_bfloat16():
 def test_a_large_tensor_is_sampled_evenly():
     large = torch.cat([torch.full((1 << 18,), 1e-9), torch.ones(1 << 18)])
     assert lost_share([large], 1e-6, torch.bfloat16) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_all_columns_of_a_large_matrix_are_met():
+    columns = torch.ones(1 << 10, 1 << 10)
+    columns[:, ::2] = 1e-9
+    assert lost_share([columns], 1e-6, torch.bfloat16) == pytest.approx(0.5, abs=1e-2)
+    assert lost_share([columns.t()], 1e-6, torch.bfloat16) == pytest.approx(0.5, abs=1e-2)

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,11 +125,21 @@ def run() -> None:
         _drop_output()
         sys.exit(141)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno != errno.ENOSPC or not _was_printing(error):
             raise
         _drop_output()
         print(f"error: nothing more can be written: {error.strerror}", file=sys.stderr)
         sys.exit(2)
+
+
+def _was_printing(error: OSError) -> bool:
+    """Whether it was output that could not be written, and not a file of someone else's."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return error.filename is None and frame.f_globals["__name__"].split(".")[0] in {
+        "argparse",
+        "rich",
+        "safe_trainers",
+    }
 
 
 def _drop_output() -> None:
