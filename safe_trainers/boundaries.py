@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .towers import FEATURE_METHODS, Anatomy, floating_parameters, is_quantized
+from .census import first_dtype
+from .towers import FEATURE_METHODS, Anatomy, is_quantized
 
 
 MATMUL_LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
@@ -75,6 +76,24 @@ def guard_features(parts: Anatomy) -> tuple[str, ...]:
     return tuple(wrapped)
 
 
+def release_features(parts: Anatomy) -> bool:
+    """Takes back what `guard_features` did.
+
+    Args:
+        parts: The anatomy of the model.
+
+    Returns:
+        Whether there was anything to take back.
+    """
+    released = False
+    for container in parts.containers:
+        for name in FEATURE_METHODS:
+            if hasattr(getattr(vars(container).get(name), "__func__", None), _MARK):
+                delattr(container, name)
+                released = True
+    return released
+
+
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Casts the floating tensors of a nested value to `dtype`, without changing the value that was given.
 
@@ -120,22 +139,11 @@ def _features_follow_embeddings(function: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(function)
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = function(self, *args, **kwargs)
-        weight = next(floating_parameters(self.get_input_embeddings()), None)  # type: ignore[operator]
-        if weight is None or _is_foreign(weight.dtype, weight.device.type):
-            return output
-        return cast_floating(output, weight.dtype)
+        dtype = first_dtype(self.get_input_embeddings())  # type: ignore[operator]
+        return output if dtype is None else cast_floating(output, dtype)
 
     setattr(features, _MARK, True)
     return features
-
-
-def _is_foreign(dtype: torch.dtype, device: str) -> bool:
-    """Whether a dtype is the other half format than autocast's, in which autocast refuses to join tensors."""
-    return (
-        torch.is_autocast_enabled(device)
-        and dtype != torch.get_autocast_dtype(device)
-        and {dtype, torch.get_autocast_dtype(device)} <= {torch.bfloat16, torch.float16}
-    )
 
 
 def _own_weight(leaf: nn.Module) -> torch.Tensor | None:

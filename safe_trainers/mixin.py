@@ -23,6 +23,7 @@ from torch import nn
 from transformers import Trainer
 
 from . import engines, fp32_modules, layout, scaler
+from .boundaries import release_features
 from .captures import AdapterGuard, construction
 from .census import Census, take_census
 from .contract import (
@@ -59,7 +60,7 @@ from .rollout import AlignedRollouts
 from .sampled import SampledRollouts
 from .settlement import Settlement, apply, settle
 from .signatures import as_taken, by_name, default_output_dir, signature_of
-from .towers import unwrap
+from .towers import anatomy, unwrap
 
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class PrecisionBase(SampledRollouts, MediaInputs):
     # What PrecisionMixin sees before TRL does.
     _model_is_live: bool
     _adapter_guard: AdapterGuard
+    _joins_features = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -158,8 +160,12 @@ class PrecisionBase(SampledRollouts, MediaInputs):
 
     def _place_boundaries(self, model: nn.Module, census: Census) -> None:
         self.precision_census = census
-        self.precision_settlement = settle(self.precision_policy, self.precision_census, self._late_cast)
+        self.precision_settlement = self._settlement(census, self._late_cast)
         apply(self.precision_settlement, model)
+
+    def _settlement(self, census: Census, late_cast: bool) -> Settlement:
+        settlement = settle(self.precision_policy, census, late_cast)
+        return settlement.without_features() if self._joins_features else settlement
 
     def _say_what_was_done(self, training_args: Any) -> None:
         if training_args.process_index == 0:
@@ -220,6 +226,10 @@ class PrecisionBase(SampledRollouts, MediaInputs):
             lambda: failure(model, processing_class, autocast),
             keep=self.precision_preparation.fp32_modules,
         )
+        if done.error is not None and release_features(anatomy(model)):
+            # It may join features before it casts them itself, which autocast refuses in the other half format.
+            self._joins_features = failure(model, processing_class, autocast) is None
+            done = replace(done, error=None if self._joins_features else done.error)
         if done.error is not None:
             raise PrecisionError([cannot_meet(model, processing_class, weights, autocast, done.error)])
         return done
@@ -270,6 +280,7 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
     _media_models: Callable[[], list[nn.Module]]
     _media_caster: Callable[[], MediaCaster]
     _make_meet: Callable[..., Any]
+    _settlement: Callable[..., Settlement]
     _head_is_float32: Callable[[nn.Module], bool]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -303,7 +314,7 @@ class PrecisionMixin(AlignedRollouts, MismatchMetrics, PrecisionReports):
             if isinstance(policy, type(model)):  # TRL makes references of the class that the config names
                 prepare_reference(model, self.precision_policy, fp32_patterns_of(self.args))
             census = take_census(model)
-            apply(settle(self.precision_policy, census, self.is_deepspeed_enabled), model)
+            apply(self._settlement(census, self.is_deepspeed_enabled), model)
             self._make_meet(model, census)
         if getattr(self.args, "cast_lm_head_to_fp32", False):
             for model in (policy, *others):  # TRL's own head, which the autocast of a rollout would round again

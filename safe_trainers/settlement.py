@@ -42,6 +42,10 @@ class Settlement:
 
     boundaries: tuple[Boundary, ...]
 
+    def without_features(self) -> "Settlement":
+        """The same, with what towers give back as it is."""
+        return Settlement(tuple(boundary for boundary in self.boundaries if boundary.side != OUTPUT))
+
     def to_dict(self) -> dict[str, Any]:
         """The settlement as plain values, ready for JSON."""
         return {"boundaries": [vars(boundary) for boundary in self.boundaries]}

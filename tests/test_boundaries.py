@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from upstream import towers_count_in_the_dtype_of_pixels
 
 from safe_trainers import tiny
-from safe_trainers.boundaries import cast_floating, guard_features, guard_leaves
+from safe_trainers.boundaries import cast_floating, guard_features, guard_leaves, release_features
 from safe_trainers.towers import anatomy
 
 
@@ -223,3 +223,14 @@ def test_model_outputs_keep_their_class_and_their_attributes():
     assert cast.extra[0].dtype == torch.float16
     assert cast.extra[1].dtype == torch.int64
     assert output.extra[0].dtype == output.pooler_output.dtype == torch.float32
+
+
+def test_what_was_placed_on_features_can_be_taken_back():
+    model = tiny.build_model("llava")
+    parts = anatomy(model)
+    assert not release_features(parts)
+    before = [dict(vars(container)) for container in parts.containers]
+    assert guard_features(parts)
+    assert release_features(parts)
+    assert [dict(vars(container)) for container in parts.containers] == before
+    assert not release_features(parts)
