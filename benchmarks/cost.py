@@ -1,13 +1,13 @@
-"""What the safe trainers cost beside stock: time, memory, bytes of media, and how each grows.
+"""Measures time, memory and bytes of media of the safe trainers relative to stock TRL, and how they grow.
 
     python benchmarks/cost.py             # measures everything and writes benchmarks/results/cost.json
-    python benchmarks/cost.py --check     # measures again, and fails outside the committed spread
+    python benchmarks/cost.py --check     # measures again, and fails if a figure is outside the committed range
     python benchmarks/cost.py --only sync,import
 
-Every time is CPU time of one thread, so that what else runs on the machine disturbs it little, and every figure is a
-ratio of safe over stock. Of steps, it is the median over pairs of windows: two trainers take turns in one process, so
-that what disturbs one disturbs the other too. Bytes are exact: the most bytes of tensors alive at one time, counted
-operation by operation, and the bytes of what a trainer moves to its device.
+Times are CPU times of one thread, so that other processes have little influence. Figures are ratios of safe over
+stock. For steps, two trainers take turns in one process, and the figure is the median over pairs of windows of steps.
+Bytes are exact: the peak of tensor memory, counted for each operation, and the bytes that a trainer moves to its
+device.
 """
 
 import argparse
@@ -35,9 +35,9 @@ warnings.simplefilter("ignore")
 RESULT = Path(os.environ.get("COST_OUT", Path(__file__).parent / "results" / "cost.json"))
 PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft", "accelerate")
 MARGIN = 0.02
-"""What medians of the same code differ by from day to day, beside their spread: caches, and where memory lies."""
+"""Tolerance for medians of times, which differ between runs of the same code beyond the range of one run."""
 EXACT = ("peak", "media", "moved", "drift")
-"""Quantities that are counted and not timed: one measurement each, and no spread."""
+"""Quantities that are counted and not timed, so that one measurement is exact."""
 
 from cost_runs import Point, construct, counted, timed
 
@@ -50,12 +50,12 @@ CELLS = [
     for task in ("sft", "grpo")
     for kind in ("full", "lora")
 ]
-PICTURES = {"family": "llava", "task": "grpo", "kind": "lora"}
+IMAGES = {"family": "llava", "task": "grpo", "kind": "lora"}
 TEXT = {"family": "text", "task": "sft", "kind": "lora"}
 SERIES: dict[str, tuple[str, Point, tuple[int, ...]]] = {
-    "completions per step": ("batch", PICTURES, (4, 16, 64)),
-    "images per prompt": ("images", PICTURES, (1, 4, 8)),
-    "steps per generation": ("steps_per_generation", PICTURES, (1, 4, 8)),
+    "completions per step": ("batch", IMAGES, (4, 16, 64)),
+    "images per prompt": ("images", IMAGES, (1, 4, 8)),
+    "steps per generation": ("steps_per_generation", IMAGES, (1, 4, 8)),
     "tokens per sequence": ("tokens", TEXT, (64, 256, 1024)),
     "hidden size": ("hidden", TEXT, (64, 256, 1024)),
     "hidden size, GRPO": ("hidden", TEXT | {"task": "grpo"}, (64, 256, 1024)),
@@ -63,8 +63,8 @@ SERIES: dict[str, tuple[str, Point, tuple[int, ...]]] = {
 
 
 def compare_times(point: Point, repetitions: int) -> dict[str, Any]:
-    """The times of a point: the ratios of safe over stock, and stock's own median."""
-    timed(point | {"steps": 3 * point.get("steps_per_generation", 1)}, False)  # caches and imports
+    """Measures the times of a point: the ratios of safe over stock, and the median of stock."""
+    timed(point | {"steps": 3 * point.get("steps_per_generation", 1)}, False)  # warms up caches and imports
     runs = [timed(point, safe_first=bool(repetition % 2)) for repetition in range(repetitions)]
     found: dict[str, Any] = {
         name: {
@@ -78,7 +78,7 @@ def compare_times(point: Point, repetitions: int) -> dict[str, Any]:
 
 
 def compare(point: Point, repetitions: int) -> dict[str, Any]:
-    """Every quantity of a point: the ratios of safe over stock, and stock's own median or bytes."""
+    """Measures every quantity of a point: the ratios of safe over stock, and the median or bytes of stock."""
     found = compare_times(point, repetitions)
     exact = {safe: counted(point, safe) for safe in (False, True)}
     for name, stock in exact[False].items():
@@ -87,14 +87,14 @@ def compare(point: Point, repetitions: int) -> dict[str, Any]:
 
 
 def alternate(run: Callable[[bool], Mapping[str, float]], repetitions: int) -> dict[str, Any]:
-    """Runs stock and safe by turns; who is first alternates.
+    """Runs stock and safe in turns; the first one alternates.
 
     Args:
-        run: Runs one of them, safe or not, and gives its quantities.
-        repetitions: How often.
+        run: Runs the safe or the stock version, and returns its quantities.
+        repetitions: Number of repetitions.
 
     Returns:
-        For each quantity stock's median, and the ratios of safe over stock.
+        For each quantity the median of stock, and the ratios of safe over stock.
     """
     runs: list[dict[bool, Mapping[str, float]]] = []
     for repetition in range(repetitions):
@@ -109,56 +109,56 @@ def alternate(run: Callable[[bool], Mapping[str, float]], repetitions: int) -> d
 
 
 def measure_cells(repetitions: int) -> dict[str, Any]:
-    """Text and pictures, SFT and GRPO, full and LoRA."""
+    """Measures text and images, SFT and GRPO, full fine-tuning and LoRA."""
     found = {}
     for point in CELLS:
         found[" ".join(point.values())] = compare(point | {"steps": 26}, repetitions)
-        said("cells", *point.values())
+        progress("cells", *point.values())
     return found
 
 
 def measure_growth(repetitions: int) -> dict[str, Any]:
-    """How the ratios change as runs get larger."""
+    """Measures how the ratios change with the size of the run."""
     found: dict[str, Any] = {}
     for name, (axis, point, values) in SERIES.items():
         found[name] = {}
         for value in values:
             asked = point | {axis: value}
-            windows = 10 if value == values[-1] else 18  # of which two are not counted
+            windows = 10 if value == values[-1] else 18  # two of them are not counted
             steps = windows * asked.get("steps_per_generation", 1)
             found[name][str(value)] = compare(asked | {"steps": steps}, repetitions)
-            said(name, value)
+            progress(name, value)
     return found
 
 
 SWITCHES: dict[str, dict[str, Any]] = {
-    "as it comes": {},
+    "default": {},
     "`precision_metrics=False`": {"precision_metrics": False},
     "`rollout_compute='stock'`": {"rollout_compute": "stock"},
     "both": {"precision_metrics": False, "rollout_compute": "stock"},
 }
-"""What of a step's cost can be switched off: the metrics, and rollouts that compute as the loss does."""
+"""Settings that reduce the cost of a step: the metrics, and rollouts in the compute context of training."""
 
 
 def measure_switches(repetitions: int) -> dict[str, Any]:
-    """What a step costs without what can be switched off, with pictures and without."""
+    """Measures steps with each of `SWITCHES`, with and without images."""
     found = {}
-    for point in (TEXT | {"task": "grpo"}, PICTURES):
+    for point in (TEXT | {"task": "grpo"}, IMAGES):
         for name, switched in SWITCHES.items():
             asked = point | {"steps": 26, "switched": switched}
             times = compare_times(asked, repetitions)
             found[f"{' '.join(point.values())}, {name}"] = {"step": times["step"]}
-            said("switches", *point.values(), name)
+            progress("switches", *point.values(), name)
     return found
 
 
 def measure_sync(repetitions: int) -> dict[str, Any]:
-    """What TRL does with a model at each weight sync, without the sending; the base's drift after a hundred."""
+    """Measures the merging of a weight sync without sending, and the drift of the base weights after 100 syncs."""
     import torch
-    from test_sync import walk
-    from test_sync import wide as adapted
+    from test_weight_sync import walk
+    from test_weight_sync import wide as adapted
 
-    from safe_trainers.sync import AdapterSync
+    from safe_trainers.rollout.weight_sync import AdapterSync
 
     found = {}
     for hidden in (64, 128, 256, 512, 1024):
@@ -184,7 +184,7 @@ def measure_sync(repetitions: int) -> dict[str, Any]:
             after = dict(model.named_parameters())
             drifts.append(max((after[n].double() - old).abs().max().item() for n, old in before.items()))
         found[f"hidden size {hidden}"]["drift"] = {"stock": drifts[0], "ratios": [drifts[1] / drifts[0]]}
-        said("sync", hidden)
+        progress("sync", hidden)
     return found
 
 
@@ -192,12 +192,12 @@ IMPORTS = {
     False: "from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer",
     True: "from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, SafeSFTConfig, SafeSFTTrainer",
 }
-"""What a script begins with, stock and safe."""
+"""The imports of a training script, stock and safe."""
 _CLOCK = "import time; begun = time.process_time(); {}; print(time.process_time() - begun)"
 
 
 def measure_import(repetitions: int) -> dict[str, Any]:
-    """The import of a script's trainers, in fresh processes."""
+    """Measures the import of the trainers in new processes."""
 
     def run(safe: bool) -> dict[str, float]:
         return {"time": float(fresh("-c", _CLOCK.format(IMPORTS[safe])))}
@@ -207,7 +207,7 @@ def measure_import(repetitions: int) -> dict[str, Any]:
 
 
 def measure_process(repetitions: int) -> dict[str, Any]:
-    """Whole processes: import, construction and steps, CPU time and the most memory that was resident."""
+    """Measures whole processes (import, construction, steps): CPU time and peak resident memory."""
     found = {}
     for point in (CELLS[0], CELLS[-1]):
         asked = point | {"steps": 50}
@@ -217,18 +217,18 @@ def measure_process(repetitions: int) -> dict[str, Any]:
             return dict(json.loads(fresh(__file__, "--process", given)))
 
         found[" ".join(point.values())] = alternate(run, repetitions)
-        said("process", *point.values())
+        progress("process", *point.values())
     return found
 
 
 def fresh(*argv: str) -> str:
-    """The last line that a new Python process prints."""
+    """Runs a new Python process, and returns the last line that it prints."""
     done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=True)
     return done.stdout.strip().splitlines()[-1]
 
 
 def whole_process(given: str) -> None:
-    """What `measure_process` starts: imports what is asked for alone, runs, and prints what the process took."""
+    """The process of `measure_process`: imports only one package, trains, and prints its CPU time and memory."""
     asked = json.loads(given)
     __import__(IMPORTS[asked["safe"]].split()[1])
     trainer = construct(asked["point"], asked["safe"])
@@ -250,20 +250,20 @@ SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 # ---- Results ----
 
 
-def said(*what: Any) -> None:
-    """Tells how far it is."""
+def progress(*what: Any) -> None:
+    """Prints the progress."""
     print(*what, file=sys.stderr)
 
 
 def leaves(content: Mapping[str, Any], *path: str) -> Iterable[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Every figure of a file of results, with where it stands.
+    """Yields every figure of the results with its path.
 
     Args:
-        content: A file's sections, or a part of them.
-        *path: Where that stands itself.
+        content: The sections of a results file, or a part of them.
+        *path: The path of `content`.
 
     Yields:
-        The path, and stock's own value with the ratios.
+        The path, and the value of stock with the ratios.
     """
     for name, value in content.items():
         if "ratios" in value:
@@ -273,13 +273,13 @@ def leaves(content: Mapping[str, Any], *path: str) -> Iterable[tuple[tuple[str, 
 
 
 def outside(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Which medians are outside what the committed repetitions spread over; exact quantities have to be the same.
+    """Describes the medians that are outside the range of the committed repetitions.
 
-    Medians of times may be outside by `MARGIN`.
+    Medians of times may be outside by `MARGIN`; exact quantities must be equal.
 
     Args:
         committed: The sections of the committed file.
-        now: Those that were measured again.
+        now: The sections that were measured again.
     """
     known = dict(leaves(committed))
     found = []
@@ -297,11 +297,11 @@ def outside(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Measures what was asked for; writes it, or compares it."""
+    """Measures the requested sections, and writes or compares the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help=f"some of {', '.join(SECTIONS)}, separated by commas; the others are kept")
+    parser.add_argument("--only", help=f"sections to measure, separated by commas, of {', '.join(SECTIONS)}")
     parser.add_argument("--check", action="store_true", help="compare with the committed results, write nothing")
-    parser.add_argument("--repetitions", type=int, default=7, help="of each comparison")
+    parser.add_argument("--repetitions", type=int, default=7, help="repetitions of each comparison")
     parser.add_argument("--process", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
@@ -316,7 +316,7 @@ def main() -> int:
     committed = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {"sections": {}}
     if options.check:
         problems = outside(committed["sections"], now)
-        print(*problems, f"{len(list(leaves(now)))} figures, {len(problems)} outside their spread", sep="\n")
+        print(*problems, f"{len(list(leaves(now)))} figures, {len(problems)} outside their range", sep="\n")
         return bool(problems)
     content = {
         "command": "python benchmarks/cost.py",
@@ -332,7 +332,7 @@ def main() -> int:
 
 
 def rounded(value: Any) -> Any:
-    """The same with numbers of five digits."""
+    """Rounds all numbers to five significant digits."""
     if isinstance(value, dict):
         return {key: rounded(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""One run of a trainer of the cost's measurements: how it is made, counted, and timed beside its counterpart."""
+"""Builds, times and counts single runs for benchmarks/cost.py."""
 
 import contextlib
 import functools
@@ -15,17 +15,17 @@ from typing import Any
 
 Point = dict[str, Any]
 CONSTRUCTIONS = 5
-"""Of each side for one ratio, of which the fastest counts: whatever disturbs makes them slower."""
+"""Constructions of each trainer for one ratio. The fastest counts, since disturbances only slow them down."""
 
 
 MOVING = {"_move", "_prepare_input", "send_to_device"}
-"""Functions that bring batches to the device: this package's, transformers' and accelerate's."""
+"""Functions of this package, transformers and accelerate that move batches to the device."""
 
 
 class Moved:
-    """The bytes of batches that are moved to a device while it is entered; what is there already is not moved again.
+    """Counts the bytes of batches that are moved to a device in the block; each tensor counts once.
 
-    On a CPU nothing is copied. Which tensors are asked to be on the device is known all the same.
+    On a CPU nothing is copied, but the calls of `Tensor.to` are counted.
     """
 
     def __new__(cls) -> Any:
@@ -47,14 +47,14 @@ class Moved:
                     if self._there.get(storage._cdata) is None:
                         self.bytes += args[0].nbytes
                     for tensor in (args[0], result):
-                        self._there[tensor.untyped_storage()._cdata] = tensor  # held, so that no key is used twice
+                        self._there[tensor.untyped_storage()._cdata] = tensor  # alive, so that its key stays unique
                 return result
 
         return Mode()
 
 
 def prepared(point: Point) -> tuple[str, dict[str, Any]]:
-    """The task of a point, and everything that a trainer of it is built with."""
+    """Returns the task of a point, and the arguments of its trainer."""
     import cells
     from peft import LoraConfig
 
@@ -67,7 +67,7 @@ def prepared(point: Point) -> tuple[str, dict[str, Any]]:
     arguments = cells.arguments(cell, cells.PLAIN[cell.task], **changes)
     arguments["train_dataset"] = cells.dataset(cell.task, cell.family, rows=64)
     if point["images"] > 1:
-        arguments["train_dataset"] = several_pictures(arguments["train_dataset"], point["images"])
+        arguments["train_dataset"] = several_images(arguments["train_dataset"], point["images"])
     if point["tokens"]:
         import datasets
 
@@ -80,14 +80,14 @@ def prepared(point: Point) -> tuple[str, dict[str, Any]]:
     return cell.task, arguments
 
 
-def several_pictures(dataset: Any, images: int) -> Any:
-    """The same rows with several pictures in each prompt, which TRL puts before its text."""
+def several_images(dataset: Any, images: int) -> Any:
+    """Returns the same rows with several images in each prompt; TRL puts them before the text."""
     return dataset.map(lambda row: {"images": [row["image"]] * images}).remove_columns("image")
 
 
 @functools.cache
 def wide(hidden: int) -> str:
-    """A saved Llama of four layers of a width."""
+    """Saves a Llama of four layers with a hidden size."""
     import cells
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -103,7 +103,7 @@ def wide(hidden: int) -> str:
 
 
 def construct(point: Point, safe: bool) -> Any:
-    """A trainer of a point."""
+    """Builds the trainer of a point."""
     import cells
 
     task, arguments = prepared(point)
@@ -112,7 +112,7 @@ def construct(point: Point, safe: bool) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what trainers print to themselves."""
+    """Suppresses the output of trainers."""
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         contextlib.redirect_stdout(nowhere),
@@ -122,7 +122,7 @@ def quiet() -> Iterator[None]:
 
 
 class Turns:
-    """Lets two threads take turns: one of them runs, the other waits; one alone goes on by itself."""
+    """Lets two threads run in turns; a thread that is alone continues."""
 
     def __init__(self, present: Iterable[bool], first: bool) -> None:
         self._next = first
@@ -130,39 +130,38 @@ class Turns:
         self._changed = threading.Condition()
 
     def wait(self, mine: bool) -> None:
-        """Waits for one's turn."""
+        """Waits for the turn of a thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._next is mine)
 
     def give(self, mine: bool) -> None:
-        """Gives the turn to the other, if that one is still there."""
+        """Passes the turn to the other thread, if it still runs."""
         with self._changed:
             if (not mine) in self._present:
                 self._next = not mine
             self._changed.notify_all()
 
     def leave(self, mine: bool) -> None:
-        """Gives the turn away for good."""
+        """Passes the turn for the last time."""
         self._present.discard(mine)
         self.give(mine)
 
 
 def in_turns(trainers: Mapping[bool, Any], first: bool, window: int = 1) -> dict[bool, list[float]]:
-    """Trains two trainers, a window of steps of one, then one of the other.
+    """Trains two trainers in turns, one window of steps each, so that disturbances affect both.
 
-    What disturbs the machine, or slows it, is there for both alike. Each step begins with the same random state on
-    both sides, so that they sample the same.
+    Each step starts with the same random state in both trainers, so that they sample the same tokens.
 
     Args:
-        trainers: Stock's and safe, or one of them.
-        first: Who begins.
-        window: How many steps belong together: those of one rollout.
+        trainers: The stock (`False`) and the safe (`True`) trainer, or one of them.
+        first: The key of the trainer that starts.
+        window: Number of steps in a window: the steps of one rollout.
 
     Returns:
         The CPU seconds of each window of both, without the first two.
 
     Raises:
-        BaseException: What a trainer raised; the other has then gone on to its end.
+        BaseException: The error of a trainer, after the other trainer has finished.
     """
     import torch
     from transformers import TrainerCallback
@@ -212,15 +211,15 @@ def in_turns(trainers: Mapping[bool, Any], first: bool, window: int = 1) -> dict
 
 @quiet()
 def timed(point: Point, safe_first: bool) -> dict[str, dict[str, float]]:
-    """One comparison of times: of the constructions, and of the steps of two trainers that take turns.
+    """Compares the times of constructions, and of the steps of two trainers that run in turns.
 
     Args:
-        point: What is trained, and how many `steps`; `switched`, fields of the safe trainer's arguments.
-        safe_first: Who begins.
+        point: The model, the task and the number of `steps`; `switched` has fields of the safe trainer's arguments.
+        safe_first: Whether the safe trainer starts.
 
     Returns:
-        For each quantity `stock`, in CPU seconds, the `ratio` of safe over stock, and for a step what it takes `more`,
-        in seconds. Of a step these are medians over the windows, each beside the other's at the same time.
+        For each quantity `stock` in CPU seconds and the `ratio` of safe over stock; for a step also `more`, safe minus
+        stock in seconds. The values of a step are medians over pairs of windows.
     """
     import cells
 
@@ -250,12 +249,12 @@ def timed(point: Point, safe_first: bool) -> dict[str, dict[str, float]]:
 
 @quiet()
 def counted(point: Point, safe: bool) -> dict[str, float]:
-    """One run: the peak of its tensors' bytes, those of the buffered media, and those moved per step."""
+    """Counts the bytes of a run: the peak of tensor memory, the buffered media, and the bytes moved per step."""
     from live_bytes import LiveBytes
 
     from safe_trainers import MEDIA_KEYS
 
-    prepared(point | {"steps": 2})  # what is made once, files and caches, is made before anything is counted
+    prepared(point | {"steps": 2})  # creates files and caches before counting
     with LiveBytes() as live:
         trainer = construct(point | {"steps": 2}, safe)
         live.watch((*trainer.model.parameters(), *trainer.model.buffers()))

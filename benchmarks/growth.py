@@ -1,13 +1,13 @@
-"""How the package's own work grows: with the tensors of a model, to 1e5, and with the images of a batch, to 1e3.
+"""Measures how the work of the package grows with the tensors of a model (to 1e5) and the images of a batch (to 1e3).
 
-Python that runs once for each tensor: counting dtypes, deciding, preparing, guarding adapters, reporting. A
-vision-language model gets as many layers as it takes, half of them in its tower, with LoRA in the text model; on the
-meta device, but for the report, which is a real trainer's on the CPU with layers that are 8 wide. Casting media is
-timed on pictures of 336 x 336, as CLIP's.
+Measures the Python code that runs once for each tensor: the inventory, the policy, preparing weights, guarding
+adapters and the report. The model is a vision-language model with many layers, half of its tensors in the tower, and
+LoRA in the text model. It is on the meta device, except for the report of a real trainer on the CPU with layers of
+width 8. Casts of media are timed with images of 336 x 336 pixels.
 
-CPU seconds, the median of the repetitions, after one that is not counted. `exponent` is the slope of log(time) over
-log(size); `constant` and `fixed` come from time = fixed + constant * size, fitted to relative errors. Memory is the
-peak of what Python allocates (tracemalloc), for media of what torch does. `make bench-growth` prints the table and
+Times are CPU seconds, the median of the repetitions, after one that is not counted. `exponent` is the slope of
+log(time) over log(size); `constant` and `fixed` are fitted to time = fixed + constant * size by relative error. Memory
+is the peak of Python's allocations (tracemalloc), or of torch's for media. `make bench-growth` prints the table and
 writes `benchmarks/results/growth.json`.
 """
 
@@ -45,35 +45,36 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 
-from safe_trainers import SafeSFTConfig, SafeSFTTrainer, fp32_modules, resolve, settle, take_census, tiny
-from safe_trainers.adapters import Circumstances as Prepared
-from safe_trainers.captures import construction
-from safe_trainers.declared import model_of
-from safe_trainers.device import Device
-from safe_trainers.inventory import Circumstances, take_inventory
-from safe_trainers.media import MEDIA_KEYS, MediaCaster
-from safe_trainers.policy import Flags
-from safe_trainers.precision_report import make_report, plan
-from safe_trainers.preparation import prepare
-from safe_trainers.render import to_json
-from safe_trainers.settlement import apply
-from safe_trainers.tiny.shapes import pictures
+from safe_trainers import SafeSFTConfig, SafeSFTTrainer, plan_boundaries, resolve, take_inventory, tiny
+from safe_trainers.boundaries.placement import place
+from safe_trainers.core.device import Device
+from safe_trainers.media.caster import MEDIA_KEYS, MediaCaster
+from safe_trainers.model.inventory import CountContext, count_groups
+from safe_trainers.policy.resolve import Requested
+from safe_trainers.report.render import to_json
+from safe_trainers.report.run_report import make_report, plan
+from safe_trainers.tiny.shapes import draw_images
+from safe_trainers.trainer.from_config import facts_of
+from safe_trainers.trainer.trl_patches import construction
+from safe_trainers.weights import fp32_modules
+from safe_trainers.weights.prepare import prepare_weights
+from safe_trainers.weights.trainables import TrainableContext
 
 
 RESULT = Path(__file__).parent / "results" / "growth.json"
 TENSORS = (1_000, 3_000, 10_000, 30_000, 100_000)
 IMAGES = (100, 200, 400, 700, 1_000)
-"""From where on a cast takes fresh pages from the system: below 32 MB glibc's allocator may hand out used ones."""
+"""Batches above 32 MB, for which glibc allocates new pages; smaller ones may reuse pages."""
 CPU = Device("cpu")
-FLAGS = Flags(bf16=True)
+FLAGS = Requested(bf16=True)
 
 
 def deep_model(tensors: int, device: str = "meta") -> Any:
-    """A LLaVA with about so many parameters, bfloat16, LoRA on the text model's queries and values.
+    """Builds a bfloat16 LLaVA with LoRA on the text model's queries and values.
 
     Args:
-        tensors: How many: a text layer has 9 and 4 of its adapters, a layer of the tower 16.
-        device: Where they are.
+        tensors: Approximate number of tensors: a text layer has 9 and 4 of adapters, a layer of the tower 16.
+        device: The device of the tensors.
     """
     config = tiny.build_model("llava").config
     for part in (config.text_config, config.vision_config):
@@ -88,59 +89,59 @@ def deep_model(tensors: int, device: str = "meta") -> Any:
         return get_peft_model(model, LoraConfig(r=1, target_modules=r".*language_model.*\.(q_proj|v_proj)"))
 
 
-def unsettle(model: Any) -> None:
-    """Takes the boundaries of leaves away again."""
+def remove_boundaries(model: Any) -> None:
+    """Removes the boundary hooks."""
     for module in model.modules():
         module._forward_pre_hooks.clear()
         module._forward_pre_hooks_with_kwargs.clear()
 
 
 def guard_adapters(model: Any) -> None:
-    """What construction does around TRL's, for a live quantised model with adapters."""
+    """Runs the patches of a construction on a quantised model with adapters."""
     with construction(SafeSFTTrainer, model, lambda head: False) as guard:
         guard.release(model)
 
 
-def wide(model: Any) -> Any:
-    """What `fp32_modules` does before anything is changed, for every norm of a model."""
+def plan_norms(model: Any) -> Any:
+    """Plans the casts of `fp32_modules` for every norm of a model."""
     return fp32_modules.decide(model, fp32_modules.find_modules(model, ["*norm*"]))
 
 
 def parts_of(model: Any) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
-    """What is measured on a model: its name, the work, and what undoes it."""
-    census = take_census(model)
-    policy = resolve(FLAGS, CPU, model_of(census, live=False))
-    settlement = settle(policy, census)
+    """Yields each measured part: its name, the work, and a function that undoes it."""
+    inventory = take_inventory(model)
+    policy = resolve(FLAGS, CPU, facts_of(inventory, live=False))
+    boundaries = plan_boundaries(policy, inventory)
 
     def nothing() -> None:
         pass
 
-    yield "census", lambda: take_census(model), nothing
-    yield "policy", lambda: resolve(FLAGS, CPU, model_of(census, live=False)), nothing
-    yield "decisions on trainables", lambda: prepare(model, census, policy, Prepared(2e-5)), nothing
-    yield "fp32_modules, all norms", lambda: wide(model), nothing
-    yield "boundaries", lambda: apply(settlement, model), lambda: unsettle(model)
+    yield "inventory", lambda: take_inventory(model), nothing
+    yield "policy", lambda: resolve(FLAGS, CPU, facts_of(inventory, live=False)), nothing
+    yield "trainable weights", lambda: prepare_weights(model, inventory, policy, TrainableContext(2e-5)), nothing
+    yield "fp32_modules, all norms", lambda: plan_norms(model), nothing
+    yield "boundaries", lambda: place(boundaries, model), lambda: remove_boundaries(model)
     model.is_loaded_in_4bit = True
     yield "adapter guard", lambda: guard_adapters(model), nothing
     del model.is_loaded_in_4bit
-    yield "inventory", lambda: take_inventory(model, Circumstances(lambda part, parameter, held: held)), nothing
+    yield "module groups", lambda: count_groups(model, CountContext(lambda part, parameter, held: held)), nothing
 
 
 def report_of(tensors: int, folder: str) -> tuple[int, Callable[[], Any]]:
-    """The number of tensors of a real trainer on the CPU, and its report: counted, made and written as JSON."""
+    """Builds a trainer on the CPU; returns its number of tensors, and a function that makes its report as JSON."""
     arguments = SafeSFTConfig(folder, use_cpu=True, bf16=True, max_length=None, report_to="none", disable_tqdm=True)
     model = deep_model(tensors, "cpu")
     trainer = SafeSFTTrainer(
         model=model, args=arguments, train_dataset=tiny.sft_dataset(4), processing_class=tiny.build_processor("llava")
     )
-    return sum(1 for _ in model.parameters()), lambda: to_json(make_report(trainer, plan(trainer)))
+    return sum(1 for _ in model.parameters()), lambda: to_json(make_report(trainer._run, plan(trainer._run)))
 
 
 def caster(dtype: torch.dtype = torch.bfloat16) -> tuple[MediaCaster, dict[str, Any]]:
-    """A caster that has decided, on a tiny LLaVA with a half tower, and the batch that it decided on."""
+    """Builds a caster for a tiny LLaVA that has decided on a batch, and returns it with the batch."""
     model = tiny.build_model("llava", dtype=dtype)
     processor = tiny.build_processor("llava")
-    images, _ = pictures(2)
+    images, _ = draw_images(2)
     batch = dict(processor(images=images, text=["<image>"] * 2, return_tensors="pt"))
     made = MediaCaster(MEDIA_KEYS, [model], [lambda: torch.autocast("cpu", torch.bfloat16)])
     made.decide(batch)
@@ -150,7 +151,7 @@ def caster(dtype: torch.dtype = torch.bfloat16) -> tuple[MediaCaster, dict[str, 
 
 
 def media_of(images: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is measured on so many images."""
+    """Yields each part that is measured on a number of images: its name and the work."""
     decided, batch = caster()
     pixels = torch.rand(images, 3, 336, 336)  # (B, C, H, W)
     yield "cast of one tensor", lambda: decided.cast("pixel_values", pixels)
@@ -163,11 +164,11 @@ def media_of(images: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         fresh.decide(small)
         return fresh
 
-    yield "decision on a first batch, of 32 x 32", decide
+    yield "decision on the first batch, 32 x 32", decide
 
 
 def cpu_seconds(work: Callable[[], Any], undo: Callable[[], Any], repetitions: int) -> list[float]:
-    """CPU seconds of each repetition, after one that fills caches."""
+    """Returns the CPU seconds of each repetition, after one that warms up caches."""
     spent = []
     for repetition in range(repetitions + 1):
         gc.collect()
@@ -180,7 +181,7 @@ def cpu_seconds(work: Callable[[], Any], undo: Callable[[], Any], repetitions: i
 
 
 def python_peak(work: Callable[[], Any], undo: Callable[[], Any]) -> int:
-    """The most bytes that Python holds during the work beyond what it held before."""
+    """Returns the peak of Python's allocations during the work, without those before it, in bytes."""
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -193,7 +194,7 @@ def python_peak(work: Callable[[], Any], undo: Callable[[], Any]) -> int:
 
 
 def torch_peak(work: Callable[[], Any]) -> int:
-    """The most bytes of tensors that the work makes and are alive at one time."""
+    """Returns the peak memory of the tensors that the work creates, in bytes."""
     with LiveBytes() as live:
         kept = work()
     del kept
@@ -201,14 +202,14 @@ def torch_peak(work: Callable[[], Any]) -> int:
 
 
 def fit(sizes: list[int], values: list[float]) -> dict[str, float]:
-    """The exponent of growth, and the line through the values that is nearest in relative error."""
+    """Fits the exponent of growth, and a line by relative error."""
     exponent = np.polyfit(np.log(sizes), np.log(values), 1)[0]
     constant, fixed = np.polyfit(sizes, values, 1, w=1 / np.asarray(values))
     return {"exponent": round(float(exponent), 3), "constant": float(constant), "fixed": float(fixed)}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was measured of one part at each size, with its fits."""
+    """Returns the measurements of one part at each size, with their fits."""
     sizes = [row["size"] for row in rows]
     return {
         "sizes": sizes,
@@ -221,7 +222,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_tensors(sizes: list[int], repetitions: int) -> dict[str, Any]:
-    """Every part that grows with the tensors of a model."""
+    """Measures every part that grows with the tensors of a model."""
     found: dict[str, list[dict[str, Any]]] = {}
 
     def nothing() -> None:
@@ -250,7 +251,7 @@ def measure_tensors(sizes: list[int], repetitions: int) -> dict[str, Any]:
 
 
 def measure_images(sizes: list[int], repetitions: int) -> dict[str, Any]:
-    """Every part that grows with the images of a batch."""
+    """Measures every part that grows with the images of a batch."""
     found: dict[str, list[dict[str, Any]]] = {}
 
     def nothing() -> None:
@@ -265,13 +266,13 @@ def measure_images(sizes: list[int], repetitions: int) -> dict[str, Any]:
 
 
 def in_a_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function gives in a process of its own, whose allocator holds no pages of what came before."""
+    """Runs a function in a new process, whose allocator has no free pages from earlier work."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
 
 def main() -> None:
-    """Measures, prints the table and writes the file."""
+    """Measures, prints the table and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--tensors", type=int, nargs="+", default=list(TENSORS))

@@ -1,11 +1,12 @@
-"""Stock and safe side by side in the cells that users are in: family, trainer, weights, flag, adapter, reference.
+"""Compares stock and safe trainers by model family, trainer, weights, flag, adapter and reference model.
 
     python benchmarks/matrix.py            # the axes covered pairwise; 5 to 20 minutes on 2 cores
     python benchmarks/matrix.py --slice    # three minutes
     python benchmarks/matrix.py --all      # every cell; an hour
 
-Each cell runs in a process that runs both. Results are written as they come, one line each; what is there already is
-not run again, unless a version has changed. `docs/build.py` makes `docs/evidence.md` of them.
+Each cell runs both trainers in one process. Each result is written as a line when its cell is done. Cells with a
+result are not run again, unless a version has changed. `tools/build_docs.py` writes `docs/evidence.md` from the
+results.
 """
 
 import argparse
@@ -44,10 +45,10 @@ OUTCOMES = ("trained", "refused", "crashed", "wrong")
 
 
 def every_cell(chosen: Iterable[str] | None = None) -> list[Any]:
-    """All cells that TRL can train in some precision, in a fixed order.
+    """Returns all cells that TRL can train in at least one precision, in a fixed order.
 
     Args:
-        chosen: Families; by default all.
+        chosen: Families; all by default.
     """
     import families
     from matrix_cell import DTYPES, FLAGS, KINDS, Cell
@@ -67,15 +68,15 @@ def every_cell(chosen: Iterable[str] | None = None) -> list[Any]:
 
 
 def pairwise(cells: Sequence[Any], seed: int = 0) -> list[Any]:
-    """As few cells as a greedy choice needs so that every pair of two axes' values occurs that occurs in all of them.
+    """Chooses few cells, greedily, such that every pair of values of two axes in `cells` occurs in one of them.
 
     Args:
         cells: The cells.
-        seed: Of the order in which equally good ones are taken.
+        seed: Seed of the order in which equally good cells are chosen.
 
     Returns:
-        The chosen cells, in the order of `cells`. Weights and flag together count as one axis too: which flag meets
-        which weights is what most faults come from, so each family has all nine.
+        The chosen cells, in the order of `cells`. The combination of weights and flag counts as another axis, because
+        it causes most faults; each family therefore has all nine combinations.
     """
 
     def pairs(cell: Any) -> set[tuple[Any, ...]]:
@@ -99,12 +100,12 @@ SLICE = ("aria", "llava", "qwen2_5_vl", "text")
 
 
 def the_slice() -> list[Any]:
-    """About three minutes: the modes in which faults are known, of a few families."""
+    """Returns cells for about three minutes: combinations with known faults, of a few families."""
     return [cell for cell in pairwise(every_cell(SLICE)) if (cell.weights, cell.flag) != ("fp32", "none")][:30]
 
 
 def run_both(cell: Any) -> dict[str, Any]:
-    """A cell with the stock and with the safe trainer, and, where safe refuses, with what its message says."""
+    """Runs a cell with the stock and the safe trainer, and with the suggested fix if the safe trainer refuses it."""
     import datasets
     import torch
     from matrix_cell import FOLLOWED, run_cell
@@ -114,21 +115,21 @@ def run_both(cell: Any) -> dict[str, Any]:
     stock, safe = run_cell(cell, safe=False), run_cell(cell, safe=True)
     row = {"id": cell.id, **asdict(cell), "stock": stock.to_dict(), "safe": safe.to_dict()}
     if safe.outcome == "refused" and safe.ids and set(safe.ids) <= FOLLOWED.keys():
-        mended = cell
+        fixed = cell
         for found in safe.ids:
-            mended = FOLLOWED[found](mended)
-        row["followed"] = {"id": mended.id, **run_cell(mended, safe=True).to_dict()}
+            fixed = FOLLOWED[found](fixed)
+        row["followed"] = {"id": fixed.id, **run_cell(fixed, safe=True).to_dict()}
     return row
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result is about."""
+    """The versions of the packages that results depend on."""
     return {package: version(package) for package in PACKAGES}
 
 
 @functools.cache
 def why_absent(family: str) -> str | None:
-    """Why the installed transformers cannot build a family or load what was built; `None` where it can."""
+    """Why the installed transformers cannot build or load a family; `None` if it can."""
     import families
     from upstream import why_not_built
 
@@ -138,14 +139,14 @@ def why_absent(family: str) -> str | None:
 
 
 def absent_families() -> dict[str, str]:
-    """Families that the installed transformers cannot build or load, and why."""
+    """The families that the installed transformers cannot build or load, with the reasons."""
     import families
 
     return {family: why for family in families.FAMILIES if (why := why_absent(family))}
 
 
 def read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The heading of a results file and its rows; both empty where there is none."""
+    """Reads the heading and the rows of a results file; both are empty if there is no file."""
     if not file.is_file():
         return {}, []
     heading, *rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
@@ -153,15 +154,15 @@ def read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]:
-    """Runs the cells that the file does not hold yet; the file is whole after every cell.
+    """Runs the cells that are not in the file yet; the file is complete after every cell.
 
     Args:
         cells: The cells.
-        file: Where the results are and go.
-        jobs: How many processes.
+        file: The results file, which is read and extended.
+        jobs: Number of processes.
 
     Returns:
-        A row for each of the cells.
+        A row for each cell.
     """
     heading, rows = read(file)
     if heading.get("versions") != versions():
@@ -187,10 +188,10 @@ def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]
 
 
 def _run(cells: Sequence[Any], jobs: int) -> Iterable[dict[str, Any]]:
-    """Rows as they come. A process that dies takes the cell it was in with it, and nothing else."""
+    """Yields rows as cells finish. If a process dies, only its current cell is lost."""
     left = list(cells)
     while left:
-        # New processes now and then: what upstream keeps for the life of a process adds up.
+        # New processes from time to time, because upstream libraries accumulate memory.
         some = left[: 30 * jobs]
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             futures = {pool.submit(run_both, cell): cell for cell in some}
@@ -201,7 +202,7 @@ def _run(cells: Sequence[Any], jobs: int) -> Iterable[dict[str, Any]]:
                     print(f"{len(left)} cells left, {row['id']}: {row['safe']['outcome']}", file=sys.stderr)
                     yield row
             except BrokenProcessPool:
-                # Which cell it was is not told: one process alone runs them in order, until it is found.
+                # The pool does not report the cell, so a single process runs them in order until it is found.
                 if jobs == 1:
                     died = left.pop(0)
                     dead = {"outcome": "crashed", "message": "the process died"}
@@ -210,7 +211,7 @@ def _run(cells: Sequence[Any], jobs: int) -> Iterable[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Table:
-    """How many cells ended in each outcome."""
+    """Returns a table of the number of cells by outcome."""
     table = Table("trainer", *OUTCOMES)
     for side in ("stock", "safe"):
         counts = [sum(row[side]["outcome"] == outcome for row in rows) for outcome in OUTCOMES]
@@ -219,8 +220,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def bad(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """What must not be: a safe cell that crashed or is wrong, refused what stock trains correctly or what is not on
-    the list, or whose refusal's line does not train."""
+    """Describes unacceptable results of the safe trainer.
+
+    These are a crash, a wrong result, an unexpected refusal, a refusal of a cell that stock trains correctly, and a
+    suggested fix that does not train.
+    """
     from matrix_cell import FOLLOWED
 
     lines = []
@@ -231,21 +235,21 @@ def bad(rows: Iterable[dict[str, Any]]) -> list[str]:
             lines.append(f"{row['id']}: safe {safe['outcome']}: {why} {safe.get('frame', '')}")
         elif safe["outcome"] == "refused":
             if not safe.get("ids") or not set(safe["ids"]) <= FOLLOWED.keys():
-                lines.append(f"{row['id']}: refused for what is not on the list: {safe.get('message', '')[:300]}")
+                lines.append(f"{row['id']}: refused with an unexpected id: {safe.get('message', '')[:300]}")
             elif stock["outcome"] == "trained":
                 lines.append(f"{row['id']}: refused ({', '.join(safe['ids'])}), and stock trains it")
             elif row.get("followed", {}).get("outcome") != "trained":
-                lines.append(f"{row['id']}: the line of its refusal was followed, and: {row.get('followed')}")
+                lines.append(f"{row['id']}: the suggested fix did not train: {row.get('followed')}")
     return lines
 
 
 def main() -> int:
-    """Runs what was asked for and prints what came of it."""
+    """Runs the requested cells and prints a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every cell")
-    parser.add_argument("--slice", action="store_true", help="the few of the test suite")
-    parser.add_argument("--families", help="these alone, separated by commas")
-    parser.add_argument("--cell", help="one cell by its id; prints what came of it and writes nothing")
+    parser.add_argument("--slice", action="store_true", help="the cells of the test suite")
+    parser.add_argument("--families", help="run only these families, separated by commas")
+    parser.add_argument("--cell", help="run one cell by its id; prints the result and does not write it")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()

@@ -1,7 +1,6 @@
-"""One cell of the matrix: a trainer, stock or safe, on a tiny real model, two real steps, and what came of it.
+"""Runs one cell of the matrix: trains a tiny model for two steps with a stock or safe trainer, and judges the result.
 
-What counts as wrong is judged here for both alike, by what is seen in the model, and not by what a trainer says of
-itself.
+Both trainers are judged by the same measurements of the live model, not by their own reports.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PrinterCallback, TrainerCallback
 
 import safe_trainers
-from safe_trainers.errors import PrecisionError, PrecisionWarning
+from safe_trainers.core.errors import PrecisionError, PrecisionWarning
 from safe_trainers.testing import ComputeProbe, fp16_on_cpu
 
 
@@ -36,18 +35,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("full", "lora", "4bit")
 FLAGS = ("bf16", "fp16", "none")
 LEARNING_RATE = 1e-5
-"""Usual for RL with adapters; at it most updates of a bfloat16 adapter round to nothing."""
+"""A common learning rate for RL with adapters, at which most updates of a bfloat16 adapter round to zero."""
 LOST_LIMIT = 0.01
 LOGP_LIMIT = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""Largest mean distance of log-probabilities to float32's, relative to their size: four units in the last place of the
-half formats. What computes right stays below one."""
+"""Largest mean difference of log-probabilities from those of float32, relative to their size: four units in the last
+place of the half-precision formats. Correct computations stay below one."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained, and how: `flag` is `"bf16"`, `"fp16"` or `"none"`, `kind` is `"full"`, `"lora"` or `"4bit"`.
+    """A combination to train.
 
-    `spared` names layers that are not quantised, where a refusal said so.
+    Attributes:
+        family: The model family.
+        task: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
+        weights: The load dtype: `"fp32"`, `"bf16"` or `"fp16"`.
+        flag: `"bf16"`, `"fp16"` or `"none"`.
+        kind: `"full"`, `"lora"` or `"4bit"`.
+        beta: The KL coefficient.
+        spared: Layers that are not quantised, as suggested by a refusal.
     """
 
     family: str
@@ -66,17 +72,17 @@ class Cell:
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        outcome: `"trained"`, `"refused"` (stopped while it was built, with a message meant for the user), `"crashed"`
-            or `"wrong"` (it trained, and not what was asked for).
-        message: Of an error, its type and first lines; of a refusal all of it.
-        frame: Of a crash, the innermost frame.
-        ids: Of a refusal of this package, its findings.
-        faults: What was wrong.
-        warned: The findings that were warned of.
-        seconds: How long it took.
+        outcome: `"trained"`, `"refused"` (construction failed with a message for the user), `"crashed"`, or `"wrong"`
+            (it trained with a fault).
+        message: Type and first lines of an error; the whole message of a refusal.
+        frame: The innermost frame of a crash.
+        ids: The message ids of a refusal by this package.
+        faults: The faults that were found.
+        warned: The message ids of warnings.
+        seconds: The duration.
     """
 
     outcome: str = "trained"
@@ -88,20 +94,20 @@ class Outcome:
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """What is not empty, ready for JSON."""
+        """The attributes that are not empty, as JSON values."""
         return {key: value for key, value in asdict(self).items() if value or key == "outcome"}
 
 
 def run_cell(cell: Cell, safe: bool, **changes: Any) -> Outcome:
-    """Builds a trainer and trains two steps, in a state of accelerate and autocast that nothing has touched.
+    """Builds a trainer and trains two steps, with the state of accelerate and autocast reset.
 
     Args:
         cell: The cell.
-        safe: With the safe trainer or with TRL's own.
+        safe: Whether to use the safe trainer instead of TRL's.
         **changes: Other training arguments.
 
     Returns:
-        What came of it.
+        The result.
     """
     fresh()
     torch.manual_seed(0)
@@ -111,7 +117,7 @@ def run_cell(cell: Cell, safe: bool, **changes: Any) -> Outcome:
         try:
             trainer = build(cell, safe, **changes)
             outcome.faults = list(dict.fromkeys(train(trainer, cell)))
-        except Exception as error:  # whatever stops a run is what the matrix is about
+        except Exception as error:  # every error is a result
             judge_error(error, built=trainer is not None, outcome=outcome)
     if outcome.faults:
         outcome.outcome = "wrong"
@@ -123,9 +129,10 @@ def run_cell(cell: Cell, safe: bool, **changes: Any) -> Outcome:
 
 
 def fresh() -> None:
-    """Ends what a failed step left: accelerate's singletons, and autocast regions that nobody closed.
+    """Resets the state that a failed step may leave: accelerate's singletons, and open autocast regions.
 
-    transformers 4 leaves what the last config asked for, and the next trainer of the process would compute in it.
+    transformers 4 also leaves the environment variable with the precision of the last config, which the next trainer
+    of the process would use.
     """
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     for state in (AcceleratorState, GradientState, PartialState):
@@ -140,7 +147,7 @@ def fresh() -> None:
 
 
 def judge_error(error: Exception, built: bool, outcome: Outcome) -> None:
-    """Tells a refusal from a crash."""
+    """Distinguishes a refusal from a crash."""
     deliberate = isinstance(error, safe_trainers.SafeTrainersError) or (
         not built and isinstance(error, (ValueError, ImportError))
     )
@@ -157,7 +164,7 @@ def judge_error(error: Exception, built: bool, outcome: Outcome) -> None:
 
 
 def findings_in(text: str) -> Iterator[str]:
-    """The findings that a text of this package names in brackets."""
+    """The warning ids in a message of this package."""
     return (found for found in safe_trainers.WARNINGS if f"[{found}]" in text)
 
 
@@ -168,7 +175,7 @@ def _root() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def folder(family: str) -> Path:
-    """A saved float32 model of the family."""
+    """Saves a float32 model of the family."""
     return families.save(family, Path(_root().name) / family, seed=0)
 
 
@@ -178,7 +185,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def build(cell: Cell, safe: bool, **changes: Any) -> Any:
-    """The trainer of a cell, with TRL's own plain config for both."""
+    """Builds the trainer of a cell; both trainers get TRL's plain config."""
     processor, spec = families.build_processor(cell.family), families.family_spec(cell.family)
     name = TRAINERS[cell.task]
     config = (
@@ -238,7 +245,7 @@ def build(cell: Cell, safe: bool, **changes: Any) -> Any:
 
 
 class _Scaled(TrainerCallback):
-    """What is trained in, as the optimizer sees it."""
+    """Records the dtypes of trainable weights and gradients at each optimizer step."""
 
     def __init__(self) -> None:
         self.dtypes: set[torch.dtype] = set()
@@ -253,20 +260,20 @@ class _Scaled(TrainerCallback):
 
 
 def train(trainer: Any, cell: Cell) -> Iterator[str]:
-    """Trains, and yields what is wrong with it."""
+    """Trains, and yields the faults."""
     yield from rounded_adapters(trainer, cell)
     probe, scaled, inputs = ComputeProbe(), _Scaled(), Inputs()
     trainer.add_callback(scaled)
     with probe.attached(trainer), inputs.attached(trainer.model):
         trainer.train()
     if not scaled.gradients:
-        yield "no gradient in anything that is trained"
+        yield "no trainable weight has a gradient"
     if trainer.accelerator.scaler is not None and scaled.dtypes - {torch.float32}:
         yield f"half trainables under a loss scaler: {names(scaled.dtypes)}"
     yield from probe.disagreements
     for entry in trainer.state.log_history:
         broken = [key for key in ("loss", "grad_norm") if key in entry and not abs(float(entry[key])) < float("inf")]
-        # Under a loss scaler the first steps may overflow: they are skipped, and the scale falls.
+        # With a loss scaler the first steps may overflow; they are skipped and the scale decreases.
         if broken and not (broken == ["grad_norm"] and trainer.accelerator.scaler is not None):
             yield f"{', '.join(broken)} not finite in step {entry.get('step')}"
     yield from inputs.narrowed(trainer, cell)
@@ -274,7 +281,7 @@ def train(trainer: Any, cell: Cell) -> Iterator[str]:
 
 
 def rounded_adapters(trainer: Any, cell: Cell) -> Iterator[str]:
-    """Whether what PEFT made in float32 is held in less, and how many updates that loses at this learning rate."""
+    """Yields a fault if adapters that PEFT created in float32 were rounded, with the share of lost updates."""
     if cell.kind == "full":
         return
     held = [p for n, p in trainer.model.named_parameters() if "lora_" in n and p.requires_grad]
@@ -290,7 +297,7 @@ def rounded_adapters(trainer: Any, cell: Cell) -> Iterator[str]:
 
 
 class Inputs:
-    """The inputs of the forward passes that are trained on."""
+    """Records the inputs of forward passes in training."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] | None = None
@@ -298,7 +305,7 @@ class Inputs:
 
     @contextlib.contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """Watches a model's forward passes while the block runs."""
+        """Records a model's forward passes while the block runs."""
         handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
         try:
             yield
@@ -314,7 +321,7 @@ class Inputs:
             self.last = {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in keep.items()}
 
     def narrowed(self, trainer: Any, cell: Cell) -> Iterator[str]:
-        """Media that were rounded to less than what they are computed in."""
+        """Yields a fault for media that were rounded below the compute dtype."""
         computes = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": DTYPES[cell.weights]}[cell.flag]
         for key, dtypes in self.media.items():
             for dtype in dtypes:
@@ -323,9 +330,9 @@ class Inputs:
 
 
 def wrong_log_probabilities(trainer: Any, inputs: Inputs) -> Iterator[str]:
-    """Compares what the model gives in training, on the last batch, with itself in float32.
+    """Compares the model's log-probabilities on the last training batch with those of a float32 copy.
 
-    Quantised models have no float32 twin, and score models no log-probabilities.
+    Quantised models and reward models are not compared.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     if inputs.last is None or any(p.dtype in (torch.uint8, torch.int8) for p in model.parameters()):
@@ -351,7 +358,7 @@ def wrong_log_probabilities(trainer: Any, inputs: Inputs) -> Iterator[str]:
 
 
 def unfused(model: Any) -> Any:
-    """A copy without the forward that TRL and accelerate put in its place, which gives no logits."""
+    """Copies a model without the `forward` of TRL and accelerate, which returns no logits."""
     twin = copy.deepcopy(model).eval()
     for module in (twin, twin.get_base_model() if hasattr(twin, "get_base_model") else twin):
         vars(module).pop("forward", None)
@@ -367,4 +374,4 @@ FOLLOWED = {
     "mixed-weights-cannot-meet": lambda cell: replace(cell, weights=cell.flag),
     "media-cast-to-packed-dtype": lambda cell: replace(cell, spared=("patch_embedding", "lm_head")),
 }
-"""What the matrix does when it follows the line of a refusal: the list of the refusals that may occur in it."""
+"""The refusals that may occur in the matrix, each with the change that its message suggests."""

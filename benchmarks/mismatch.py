@@ -1,9 +1,9 @@
-"""How far trainer and sampler are apart in bfloat16, in float16, and with float16 in the trainer alone.
+"""Measures the mismatch of sampler and trainer in bfloat16, in float16, and with float16 only in the trainer.
 
-A small byte model is trained on the source of Python's standard library. Samplers hold its weights in their own dtype,
-as an inference engine does, or generate under the trainer's autocast, as the safe trainers do without an engine. A
-real `SafeGRPOTrainer` with float32 weights scores what each has sampled, cut to several lengths; the numbers are what
-its evaluation logs. `make bench-mismatch` writes `benchmarks/results/mismatch.json` and the page with its plot.
+A small byte-level model is trained on the source of Python's standard library. Samplers have weights in their own
+dtype, like an inference engine, or generate under the trainer's autocast, like the safe trainers without an engine. A
+`SafeGRPOTrainer` with float32 weights scores the samples, cut to several lengths, and the results are the metrics of
+its evaluation. `make bench-mismatch` writes `benchmarks/results/mismatch.json` and the page with its plot.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from transformers import (
 
 import safe_trainers
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, tiny
-from safe_trainers.sampled import Turn
+from safe_trainers.rollout.logprob_recorder import Turn
 from safe_trainers.testing import fp16_on_cpu
 
 
@@ -56,7 +56,7 @@ LENGTHS = (64, 128, 256, 512, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPT = 16
 
-# sampler, trainer; "autocast": generates with the trainer's float32 weights under its autocast
+# (sampler, trainer); "autocast": generates with the trainer's float32 weights under its autocast
 PAIRS = [
     ("bf16", "bf16"),
     ("fp16", "fp16"),
@@ -68,7 +68,7 @@ PAIRS = [
 
 
 def build(layers: int = 8, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama-like byte model with random float32 weights: 6.5 million parameters with 8 layers."""
+    """Builds a byte-level Llama with random float32 weights; 8 layers have 6.5 million parameters."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -87,14 +87,14 @@ def build(layers: int = 8, seed: int = 0) -> LlamaForCausalLM:
 
 
 def source() -> torch.Tensor:
-    """The bytes of the standard library's modules, as token ids of `ByT5Tokenizer`."""
+    """Returns the bytes of the standard library's modules, as token ids of `ByT5Tokenizer`."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"\n".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() + 3  # its first ids are special
 
 
 def learn(model: LlamaForCausalLM, steps: int, width: int = PROMPT + max(LENGTHS)) -> float:
-    """Trains on random pieces of the source, and gives back the last loss in nats per byte."""
+    """Trains on random parts of the source, and returns the last loss in nats per byte."""
     text, generator = source(), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=max(steps, 2))
@@ -114,20 +114,20 @@ def learn(model: LlamaForCausalLM, steps: int, width: int = PROMPT + max(LENGTHS
 
 
 def prompts(rows: int) -> torch.Tensor:
-    """Beginnings to go on from, (rows, PROMPT) token ids, all different."""
+    """Returns prompts that are all different, (rows, PROMPT) token ids."""
     text = source()
     places = torch.linspace(0, len(text) - PROMPT - 1, rows).long().tolist()
     return torch.stack([text[place : place + PROMPT] for place in places])
 
 
 def sample(model: LlamaForCausalLM, sampler: str, begin: torch.Tensor, length: int) -> dict[str, Any]:
-    """Samples with the weights in the sampler's dtype, and keeps what each token was sampled with."""
+    """Samples with weights in the sampler's dtype, and returns the tokens with their log-probabilities."""
     autocast, dtype = sampler.startswith("autocast"), DTYPES[sampler.rsplit(maxsplit=1)[-1]]
     other = build(model.config.num_hidden_layers)
     other.load_state_dict(model.state_dict())
     other.eval()
     if not autocast:
-        for parameter in other.parameters():  # not the frequencies of RoPE: loading and engines keep them in float32
+        for parameter in other.parameters():  # without rotary frequencies, which engines keep in float32
             parameter.data = parameter.data.to(dtype)
     turn = Turn(temperature=1.0)
     settings = GenerationConfig(max_new_tokens=length, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None)
@@ -140,7 +140,7 @@ def sample(model: LlamaForCausalLM, sampler: str, begin: torch.Tensor, length: i
 
 @contextlib.contextmanager
 def scorer(model: LlamaForCausalLM, trainer: str, rows: int, longest: int) -> Iterator[Any]:
-    """A function that lets a real trainer score samples, cut to a length, and gives what it logs."""
+    """Yields a function that scores samples, cut to a length, with a trainer, and returns the logged metrics."""
     AcceleratorState._reset_state(True)  # one mixed precision per process
     given: dict[str, Any] = {}
 
@@ -187,13 +187,13 @@ def scorer(model: LlamaForCausalLM, trainer: str, rows: int, longest: int) -> It
 
 
 def measure(model: LlamaForCausalLM, pairs: list[tuple[str, str]], rows: int, lengths: tuple[int, ...]) -> list[Any]:
-    """Every metric of every pair at every length.
+    """Measures every metric for every pair and length.
 
     Args:
         model: The model, with float32 weights.
-        pairs: Sampler and trainer of each.
-        rows: How many sequences are sampled.
-        lengths: To how many tokens they are cut.
+        pairs: Pairs of sampler and trainer.
+        rows: Number of sequences to sample.
+        lengths: Numbers of tokens to which they are cut.
 
     Returns:
         A mapping for each pair and length.
@@ -210,20 +210,23 @@ def measure(model: LlamaForCausalLM, pairs: list[tuple[str, str]], rows: int, le
     return found
 
 
-METRICS = ("mismatch.py", "sampled.py", "metrics.py", "skips.py", "updates.py")
-"""The modules of the package that `precision/` metrics are made in."""
+METRICS = (
+    "rollout/mismatch.py", "rollout/logprob_recorder.py", "rollout/mismatch_meter.py", "numerics/step_monitor.py",
+    "numerics/update_sample.py",
+)  # fmt: skip
+"""The modules of the package that compute the `precision/` metrics."""
 
 
 class Sampler:
-    """Whose code the CPU time goes to: every millisecond the innermost frame that is no torch's or Python's own.
+    """A profiler that samples every millisecond the innermost frame of this package or of a library on top of torch.
 
     Attributes:
-        seconds: CPU time by the file of `METRICS` that it was spent for, and `"rest"`.
+        seconds: CPU time for each file of `METRICS`, and for the `"rest"`.
     """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((*METRICS, "rest"), 0.0)
-        self._package, self._last = str(Path(safe_trainers.__file__).parent), 0.0
+        self._package, self._last = f"{Path(safe_trainers.__file__).parent}/", 0.0
 
     def __enter__(self) -> "Sampler":
         self._old = signal.signal(signal.SIGPROF, self._sample)
@@ -238,11 +241,12 @@ class Sampler:
     def _sample(self, number: int, frame: Any) -> None:
         now = time.process_time()
         while frame is not None:
-            folder, _, file = frame.f_code.co_filename.rpartition("/")
-            if folder == self._package:
-                whose = file if file in METRICS else "rest"
+            file = frame.f_code.co_filename
+            if file.startswith(self._package):
+                module = file.removeprefix(self._package)
+                whose = module if module in METRICS else "rest"
                 break
-            if any(f"/{name}/" in folder + "/" for name in ("trl", "transformers", "peft", "accelerate", "datasets")):
+            if any(f"/{name}/" in file for name in ("trl", "transformers", "peft", "accelerate", "datasets")):
                 whose = "rest"
                 break
             frame = frame.f_back
@@ -253,7 +257,7 @@ class Sampler:
 
 
 def cost(steps: int) -> dict[str, Any]:
-    """CPU time of a step of the tiny recipe, and the share of it that is spent in the code of the metrics."""
+    """Measures the CPU time of a step of the tiny recipe, and the share of the metrics."""
     AcceleratorState._reset_state(True)
     recipe = yaml.safe_load(RECIPE.read_text())
     family = recipe["model_name_or_path"].removeprefix("tiny:")
@@ -280,14 +284,14 @@ def cost(steps: int) -> dict[str, Any]:
             trainer.train()
     logged = {key for entry in trainer.state.log_history for key in entry if key.startswith("precision/")}
     if "precision/logp_mismatch_mean" not in logged:
-        raise RuntimeError(f"the mismatch was not measured: {sorted(logged)}")
+        raise RuntimeError(f"the trainer logged no mismatch metrics: {sorted(logged)}")
     total = sum(sampler.seconds.values())
     parts = {file: sampler.seconds[file] / total for file in METRICS}
     return {"milliseconds": 1e3 * total / steps, "share": sum(parts.values()), **parts}
 
 
 def costs(repetitions: int, steps: int) -> dict[str, Any]:
-    """`cost` several times: the median of each, and the least and the largest share."""
+    """Repeats `cost`: the median of each value, and the smallest and largest share."""
     runs = [cost(steps) for _ in range(repetitions)]
     shares = [run["share"] for run in runs]
     middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
@@ -296,11 +300,11 @@ def costs(repetitions: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trains the model, measures, prints the table and writes the file."""
+    """Trains the model, measures, prints the table and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--cost-only", action="store_true", help="measure the cost again and keep the rest")
+    parser.add_argument("--cost-only", action="store_true", help="measure only the cost, and keep the other results")
     parser.add_argument("--cost-steps", type=int, default=100)
     parser.add_argument("--cost-repetitions", type=int, default=7)
     options = parser.parse_args()

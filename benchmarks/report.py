@@ -1,8 +1,8 @@
-"""What the precision report costs: its share of the construction of a 4-bit LoRA vision-language model.
+"""Measures the CPU time of the precision report, relative to the construction of a 4-bit LoRA vision-language model.
 
-CPU time inside the report's own function over CPU time of the whole construction, the median of the repetitions; and
-what it does once more after the first optimizer step. `--layers` makes the text model deeper, with as many tensors as
-a large one has.
+Prints medians over the repetitions: the share of the report in the CPU time of construction, and the CPU time of the
+confirmed report after the first optimizer step. `--layers` sets the depth of the text model, to have as many tensors
+as a large model.
 """
 
 import argparse
@@ -27,30 +27,34 @@ from cells import Cell
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
 from safe_trainers import SafeSFTConfig, SafeSFTTrainer
+from safe_trainers.report.reporter import Reporter
+
+
+class TimedReporter(Reporter):
+    """Records the CPU seconds of the planned and of the confirmed report."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.spent: dict[str, float] = {}
+
+    def ready(self):
+        started = time.process_time()
+        super().ready()
+        self.spent["planned"] = time.process_time() - started
+
+    def after_step(self, skipped):
+        if self.confirmed is None:
+            started = time.process_time()
+            super().after_step(skipped)
+            self.spent["confirmed and shown"] = time.process_time() - started
 
 
 class Timed(SafeSFTTrainer):
-    """Notes the CPU seconds that the report takes."""
-
-    spent: dict[str, float]
-
-    def _timed(self, name, function):
-        started = time.process_time()
-        try:
-            return function()
-        finally:
-            self.__dict__.setdefault("spent", {})[name] = time.process_time() - started
-
-    def _plan_report(self):
-        self._timed("planned", super()._plan_report)
-
-    def _after_first_step(self):
-        if self._report_confirmed is None:
-            self._timed("confirmed and shown", super()._after_first_step)
+    features = tuple(TimedReporter if kind is Reporter else kind for kind in SafeSFTTrainer.features)
 
 
 def deeper(folder: Path, layers: int) -> Path:
-    """The tiny LLaVA with more layers in its text model."""
+    """Saves the tiny LLaVA with more layers in its text model."""
     source = cells.folder("llava")
     config = AutoConfig.from_pretrained(source)
     config.text_config.num_hidden_layers = layers
@@ -60,7 +64,7 @@ def deeper(folder: Path, layers: int) -> Path:
 
 
 def measure(folder: Path, out: str) -> dict[str, float]:
-    """One construction and one step: CPU seconds."""
+    """Builds a trainer and trains one step; returns CPU seconds and the number of parameters."""
     cell = Cell("llava", "sft", "bf16", "bf16", lora=True)
     arguments = cells.arguments(cell, SafeSFTConfig, steps=1, output_dir=out)
     arguments |= {
@@ -74,11 +78,11 @@ def measure(folder: Path, out: str) -> dict[str, float]:
     construction = time.process_time() - started
     trainer.train()
     parameters = sum(1 for _ in trainer.model.parameters())
-    return {"construction": construction, "parameters": parameters, **trainer.spent}
+    return {"construction": construction, "parameters": parameters, **trainer.precision[TimedReporter].spent}
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures, and prints the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--layers", type=int, nargs="*", default=[2, 32])

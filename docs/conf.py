@@ -1,6 +1,6 @@
 """How `make docs` builds these pages into a site."""
 
-from safe_trainers.version import __version__
+from safe_trainers.core.versions import __version__
 
 
 project = "safe-trainers"

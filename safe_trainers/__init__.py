@@ -1,4 +1,4 @@
-"""TRL trainers that are right in precision, or stop at construction with the line to change.
+"""TRL trainers that train at the right precision, or fail at construction and tell you which line to change.
 
 ```python
 from safe_trainers import SafeGRPOTrainer  # was: from trl import GRPOTrainer; nothing else changes
@@ -7,7 +7,7 @@ from safe_trainers import SafeGRPOTrainer  # was: from trl import GRPOTrainer; n
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
+from .core.errors import (
     CheckpointError,
     ContractError,
     PrecisionError,
@@ -16,45 +16,49 @@ from .errors import (
     SafeTrainersError,
     UnsupportedVersionError,
 )
-from .findings import REFUSALS, WARNINGS
-from .version import __version__
+from .core.messages import REFUSALS, WARNINGS
+from .core.versions import __version__
 
 
 if TYPE_CHECKING:
-    from .arguments import PrecisionArguments, SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
-    from .census import Census, take_census
-    from .contract import SafetyContract, contract_of
-    from .dtypes import parse_dtype
-    from .media import MEDIA_KEYS
-    from .merging import MergeCheck, merge_and_save
-    from .mixin import PrecisionBase, PrecisionMixin
-    from .policy import PrecisionPolicy, resolve
-    from .settlement import Settlement, settle
+    from .boundaries.placement import BoundaryPlan, plan_boundaries
+    from .config import PrecisionArguments, SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
+    from .core.coverage import SafetyContract
+    from .core.dtypes import parse_dtype
+    from .media.caster import MEDIA_KEYS
+    from .model.inventory import ModelInventory, take_inventory
+    from .policy.resolve import PrecisionPolicy, resolve
+    from .trainer.base import PrecisionBase
+    from .trainer.coverage import contract_of
+    from .trainer.mixin import PrecisionMixin
     from .trainers import SafeGRPOTrainer, SafeRewardTrainer, SafeRLOOTrainer, SafeSFTTrainer
+    from .weights.merge_and_save import MergeCheck, merge_and_save
 
-_HOMES = {
-    "arguments": ("PrecisionArguments", "SafeGRPOConfig", "SafeRLOOConfig", "SafeRewardConfig", "SafeSFTConfig"),
-    "census": ("Census", "take_census"),
-    "contract": ("SafetyContract", "contract_of"),
-    "dtypes": ("parse_dtype",),
-    "media": ("MEDIA_KEYS",),
-    "merging": ("MergeCheck", "merge_and_save"),
-    "mixin": ("PrecisionBase", "PrecisionMixin"),
-    "policy": ("PrecisionPolicy", "resolve"),
-    "settlement": ("Settlement", "settle"),
+_NAMES_BY_MODULE = {
+    "config": ("PrecisionArguments", "SafeGRPOConfig", "SafeRLOOConfig", "SafeRewardConfig", "SafeSFTConfig"),
+    "model.inventory": ("ModelInventory", "take_inventory"),
+    "trainer.coverage": ("SafetyContract", "contract_of"),
+    "core.dtypes": ("parse_dtype",),
+    "media.caster": ("MEDIA_KEYS",),
+    "weights.merge_and_save": ("MergeCheck", "merge_and_save"),
+    "trainer.base": ("PrecisionBase",),
+    "trainer.mixin": ("PrecisionMixin",),
+    "policy.resolve": ("PrecisionPolicy", "resolve"),
+    "boundaries.placement": ("BoundaryPlan", "plan_boundaries"),
     "trainers": ("SafeGRPOTrainer", "SafeRLOOTrainer", "SafeRewardTrainer", "SafeSFTTrainer"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_NEEDS_TRL = {"arguments", "mixin", "trainers"}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_NEEDS_TRL = {"config", "trainer.base", "trainer.mixin", "trainers"}
 
 __all__ = [
     "MEDIA_KEYS",
     "REFUSALS",
     "WARNINGS",
-    "Census",
+    "BoundaryPlan",
     "CheckpointError",
     "ContractError",
     "MergeCheck",
+    "ModelInventory",
     "PrecisionArguments",
     "PrecisionBase",
     "PrecisionError",
@@ -72,27 +76,26 @@ __all__ = [
     "SafeSFTTrainer",
     "SafeTrainersError",
     "SafetyContract",
-    "Settlement",
     "UnsupportedVersionError",
     "__version__",
     "contract_of",
     "merge_and_save",
     "parse_dtype",
+    "plan_boundaries",
     "resolve",
-    "settle",
-    "take_census",
+    "take_inventory",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used: importing the package costs no torch and no TRL."""
-    module = _HOME_OF.get(name)
+    """Imports a public name on first use, so that importing the package imports neither torch nor TRL."""
+    module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     if module in _NEEDS_TRL:
-        from .versions import check_versions
+        from .core.versions import check_versions
 
         check_versions()
     return getattr(importlib.import_module(f".{module}", __name__), name)

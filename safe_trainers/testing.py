@@ -1,4 +1,4 @@
-"""Helpers for the tests of trainers, ours and those of a user's new algorithm.
+"""Test helpers for trainers built with this package, including a user's own algorithm.
 
 ```python
 from safe_trainers.testing import assert_safe
@@ -17,30 +17,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import scaler
-from .boundaries import MATMUL_LEAVES
-from .census import take_census
-from .contract import ROLLOUT_METHOD, SafetyContract
-from .dtypes import HALVES, from_torch
-from .media import MediaCaster
-from .towers import anatomy, is_quantized, unwrap
+from .core.coverage import SafetyContract
+from .core.device import can_unscale
+from .core.dtypes import HALVES, from_torch
+from .core.trl import ROLLOUT_METHOD
+from .media.caster import MediaCaster
+from .media.inputs import MediaInputs
+from .model.inventory import take_inventory
+from .model.parts import MATMUL_LEAVES, find_parts, is_quantized, unwrap
+from .numerics import loss_scale
+from .trainer.mixin import PrecisionMixin
 
 
 class StrictGradScaler(torch.amp.GradScaler):
-    """A loss scaler for the CPU that refuses what CUDA's kernel refuses.
+    """A CPU loss scaler that rejects the gradient dtypes that CUDA's kernel rejects.
 
-    A stand-in: torch's CPU kernel unscales bfloat16 gradients, CUDA's has no such dtype, so a test with torch's own
-    CPU scaler proves nothing about a GPU.
+    torch's CPU kernel unscales bfloat16 gradients and CUDA's does not, so a test with torch's own CPU scaler would
+    pass where a GPU fails.
     """
 
-    UNSCALED = (torch.float32, torch.float64, torch.float16)
+    SUPPORTED = (torch.float32, torch.float64, torch.float16)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter.grad.dtype not in self.UNSCALED:
+                if parameter.grad is not None and parameter.grad.dtype not in self.SUPPORTED:
                     kind = {torch.bfloat16: "BFloat16"}.get(parameter.grad.dtype, str(parameter.grad.dtype))
                     raise NotImplementedError(
                         f"\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for '{kind}'"
@@ -49,17 +52,17 @@ class StrictGradScaler(torch.amp.GradScaler):
 
 
 def fp16_on_cpu(trainer_class: type) -> type:
-    """A trainer class whose `fp16=True` is real on a CPU: with autocast, and with a strict loss scaler.
+    """Makes a trainer class whose `fp16=True` works on a CPU, with autocast and a strict loss scaler.
 
-    accelerate builds neither there and says nothing, so that an fp16 test on a CPU tests float32.
+    On a CPU accelerate silently builds neither, so an ordinary fp16 test there runs in float32.
 
         trainer = fp16_on_cpu(SafeGRPOTrainer)(model, args=SafeGRPOConfig(fp16=True, use_cpu=True), ...)
 
     Args:
-        trainer_class: Any trainer of transformers, TRL or this package.
+        trainer_class: Any trainer class of transformers, TRL or this package.
 
     Returns:
-        A subclass of the same name; without fp16, or on another device, it behaves as its base.
+        A subclass with the same name. Without fp16, or on another device, it behaves like its base.
     """
 
     class Fp16OnCpu(trainer_class):
@@ -68,8 +71,8 @@ def fp16_on_cpu(trainer_class: type) -> type:
             device = super().precision_device(args)
             if device.kind != "cpu":
                 return device
-            refused = (name for name in sorted(HALVES) if not scaler.unscales(StrictGradScaler("cpu"), name))
-            return replace(device, unscalable=frozenset(refused))
+            refused = (name for name in sorted(HALVES) if not can_unscale(StrictGradScaler("cpu"), name))
+            return replace(device, unscalable_dtypes=frozenset(refused))
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
@@ -77,29 +80,30 @@ def fp16_on_cpu(trainer_class: type) -> type:
             if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
                 accelerator.native_amp = True
                 accelerator.scaler = StrictGradScaler("cpu")
-                if hasattr(self, "_configure_scaler"):  # a trainer of this package
-                    self._configure_scaler()
+                if isinstance(self, PrecisionMixin):
+                    loss_scale.configure(accelerator.scaler, self.args)
 
     Fp16OnCpu.__name__ = Fp16OnCpu.__qualname__ = trainer_class.__name__
     return Fp16OnCpu
 
 
 class ComputeProbe:
-    """The dtypes that chosen leaves of a model really compute in, by phase.
+    """Records the dtypes in which parts of a model compute, by phase.
 
-    A leaf's output shows it: a matrix product under autocast gives autocast's dtype, and without it the weights'.
+    The compute dtype is read from a layer's output: a matrix product returns autocast's dtype under autocast, and the
+    dtype of its weights without it.
 
     Attributes:
-        seen: For each probed leaf and phase (`"rollout"`, `"scoring"`, `"training"`) the dtypes of its outputs.
+        seen: Output dtypes by part (a tower's name or `"text"`) and phase (`"rollout"`, `"scoring"` or `"training"`).
     """
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self._rollout = 0
+        self._rollout_depth = 0
 
     @property
     def disagreements(self) -> list[str]:
-        """The leaves that compute in different dtypes in different phases, in words."""
+        """One sentence for each part whose compute dtype differs between phases."""
         return [
             f"{leaf} computes in "
             + ", ".join(f"{'/'.join(sorted(d))} in {phase}" for phase, d in sorted(seen.items()))
@@ -108,20 +112,20 @@ class ComputeProbe:
         ]
 
     def phases(self) -> set[str]:
-        """The phases in which any leaf was seen."""
+        """The phases in which any part was recorded."""
         return {phase for seen in self.seen.values() for phase in seen}
 
     @contextlib.contextmanager
     def attached(self, trainer: Any) -> Iterator["ComputeProbe"]:
-        """Watches the first matrix product of each tower and of the text model while the block runs.
+        """Records the first matrix product of each tower and of the text model while the block runs.
 
         Args:
-            trainer: Any TRL trainer, safe or stock.
+            trainer: Any TRL trainer, of this package or stock.
 
         Yields:
-            The probe.
+            This probe.
         """
-        parts = anatomy(trainer.model)
+        parts = find_parts(trainer.model)
         handles = []
         for name, module in {**parts.towers, "text": parts.text}.items():
             leaf = _first_leaf(module)
@@ -131,11 +135,11 @@ class ComputeProbe:
         if method is not None:
 
             def generate(*args: Any, **kwargs: Any) -> Any:
-                self._rollout += 1
+                self._rollout_depth += 1
                 try:
                     return method(*args, **kwargs)
                 finally:
-                    self._rollout -= 1
+                    self._rollout_depth -= 1
 
             setattr(trainer, ROLLOUT_METHOD, generate)
         try:
@@ -147,64 +151,63 @@ class ComputeProbe:
 
     def _recorder(self, name: str) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            phase = "rollout" if self._rollout else "training" if torch.is_grad_enabled() else "scoring"
+            phase = "rollout" if self._rollout_depth else "training" if torch.is_grad_enabled() else "scoring"
             self.seen[name][phase].add(from_torch(output.dtype))
 
         return record
 
 
 def assert_safe(trainer_class: type, **arguments: Any) -> SafetyContract:
-    """Trains with a safe trainer class and checks that it keeps its contract.
+    """Trains with a trainer class and checks its safety contract.
 
     Args:
-        trainer_class: The class, made of `PrecisionMixin`, a TRL trainer and `PrecisionBase`.
-        **arguments: What the class is built with; `args.max_steps` decides how long it trains.
+        trainer_class: A class built from `PrecisionMixin`, a TRL trainer and `PrecisionBase`.
+        **arguments: Arguments of the class; `args.max_steps` sets the length of the training.
 
     Returns:
         The contract, with the number of times that each hook fired.
 
     Raises:
-        AssertionError: With everything that was not kept: a promised hook that never fired, a leaf that computes in
-            another dtype in the rollout than in training, weights that changed their dtype, media that were buffered
-            in another dtype than was decided.
+        AssertionError: Lists every violation: a covered hook that never fired, a part whose compute dtype differs
+            between rollout and training, weights whose dtype changed, or media buffered in the wrong dtype.
     """
     trainer: Any = trainer_class(**arguments)
-    before = take_census(unwrap(trainer.model))
+    before = take_inventory(unwrap(trainer.model))
     probe = ComputeProbe()
     with probe.attached(trainer):
         trainer.train()
-    contract: SafetyContract = trainer.safety_contract
-    # A run without media may be prepared in a trainer's own way: nothing in it has to follow a tower.
-    ignored = set() if anatomy(trainer.model).towers else {"media"}
+    contract: SafetyContract = trainer.precision.coverage
+    # Without a tower no media follow one, and a trainer may prepare its batches without the hook.
+    ignored = set() if find_parts(trainer.model).towers else {"media"}
     failures = [
-        f"{c.area}: promised, and its hook {c.hook!r} never fired" for c in contract.missing() if c.area not in ignored
+        f"{c.area}: covered, but its hook {c.hook!r} never fired" for c in contract.missing() if c.area not in ignored
     ]
     failures += probe.disagreements
-    after = take_census(unwrap(trainer.model))
+    after = take_inventory(unwrap(trainer.model))
     if before.elements != after.elements:
-        failures.append(f"weights changed their dtype in training: {before.elements} became {after.elements}")
-    failures += _wrongly_buffered(trainer)
+        failures.append(f"weights changed dtype during training: {before.elements} became {after.elements}")
+    failures += _buffered_in_wrong_dtype(trainer)
     if failures:
-        raise AssertionError(f"{contract}\nnot kept:\n" + "\n".join(f"- {failure}" for failure in failures))
+        raise AssertionError(f"{contract}\nviolated:\n" + "\n".join(f"- {failure}" for failure in failures))
     return contract
 
 
-def _wrongly_buffered(trainer: Any) -> list[str]:
-    """Media tensors of the rollout buffer that are not in the dtype that was decided for them."""
-    caster: MediaCaster = trainer._media_caster()
+def _buffered_in_wrong_dtype(trainer: Any) -> list[str]:
+    """One sentence for each media tensor in the rollout buffer whose dtype is not the one decided for it."""
+    caster: MediaCaster = trainer.precision[MediaInputs].caster
     wrong = []
     for batch in getattr(trainer, "_buffered_inputs", None) or []:
         for key in caster.media(batch):
-            decision = caster.decisions.get(key)
-            decided = "known" if decision is None else decision.dtype
-            held = from_torch(batch[key].dtype)
-            if decided is not None and held != decided:
-                wrong.append(f"{key} is buffered as {held}, and was decided to be {decided}")
+            decision, actual = caster.decisions.get(key), from_torch(batch[key].dtype)
+            if decision is None:
+                wrong.append(f"{key} is buffered as {actual}, but no dtype was decided for it")
+            elif decision.dtype is not None and actual != decision.dtype:
+                wrong.append(f"{key} is buffered as {actual} instead of {decision.dtype}")
     return wrong
 
 
 def _first_leaf(module: nn.Module) -> nn.Module | None:
-    """The first module below that multiplies its input with unquantised weights of its own."""
+    """The first submodule that multiplies its input with its own, unquantised weights."""
     return next(
         (
             leaf

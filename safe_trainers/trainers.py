@@ -2,29 +2,30 @@
 
 from trl import GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
-from .arguments import SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
-from .mixin import PrecisionBase, PrecisionMixin
+from .config import SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
+from .trainer.base import PrecisionBase
+from .trainer.mixin import PrecisionMixin
 
 
 class SafeGRPOTrainer(PrecisionMixin, GRPOTrainer, PrecisionBase):
-    """`trl.GRPOTrainer`, right in precision or stopped at construction; takes what it takes."""
+    """`trl.GRPOTrainer` that trains at the right precision or fails at construction. It takes the same arguments."""
 
     config_class = SafeGRPOConfig
 
 
 class SafeRLOOTrainer(PrecisionMixin, RLOOTrainer, PrecisionBase):
-    """`trl.RLOOTrainer`, right in precision or stopped at construction; takes what it takes."""
+    """`trl.RLOOTrainer` that trains at the right precision or fails at construction. It takes the same arguments."""
 
     config_class = SafeRLOOConfig
 
 
 class SafeSFTTrainer(PrecisionMixin, SFTTrainer, PrecisionBase):
-    """`trl.SFTTrainer`, right in precision or stopped at construction; takes what it takes."""
+    """`trl.SFTTrainer` that trains at the right precision or fails at construction. It takes the same arguments."""
 
     config_class = SafeSFTConfig
 
 
 class SafeRewardTrainer(PrecisionMixin, RewardTrainer, PrecisionBase):
-    """`trl.RewardTrainer`, right in precision or stopped at construction; takes what it takes."""
+    """`trl.RewardTrainer` that trains at the right precision or fails at construction. It takes the same arguments."""
 
     config_class = SafeRewardConfig

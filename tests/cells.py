@@ -135,7 +135,7 @@ def arguments(cell: Cell, config: type, steps: int = 2, **changes: Any) -> dict[
     model: Any = str(folder(cell.family))
     if cell.family == "nocast" and not loads_own_classes(model):
         if cell.beta and not cell.lora:
-            pytest.skip("this TRL loads references of transformers' own classes only")
+            pytest.skip("this TRL loads reference models only of transformers' own classes")
         model, loading = AutoModelForImageTextToText.from_pretrained(model, **(loading or {})), None
     made: dict[str, Any] = {
         "model": model,

@@ -29,7 +29,7 @@ from policing import State, find_leaks, read_state, reset_accelerate, restore
 # Tiny families that not every supported release of transformers can build without torchvision, or at all.
 FRAGILE = ("llama4", "smolvlm", "idefics3", "qwen2_5_vl")
 # Marker to make target: what is too slow for every run, and how to run it.
-ON_REQUEST = {"matrix": "make matrix", "slow": "make slow", "distributed": "make distributed"}
+ON_REQUEST = {"matrix": "make matrix", "slow": "make slow", "distributed": "make distributed", "vllm": "make vllm"}
 
 
 def skip_reasons(markers: set[str], selection: str, has_cuda: bool) -> list[str]:

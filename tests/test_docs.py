@@ -22,10 +22,10 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("name", ["refusals", "metrics", "cli", "mismatch", "errors", "growth"])
+@pytest.mark.parametrize("name", ["architecture", "refusals", "metrics", "cli", "mismatch", "errors", "growth"])
 def test_pages_that_are_made_are_up_to_date(name, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    spec = importlib.util.spec_from_file_location("build_docs", ROOT / "tools" / "build_docs.py")
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     made = getattr(build, f"{name}_page")()
@@ -48,13 +48,23 @@ def test_links_between_the_pages_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_diagram_of_the_packages_is_that_of_their_imports(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import architecture_page
+
+    architecture_page.draw(tmp_path / "architecture.svg")
+    made = (tmp_path / "architecture.svg").read_text()
+    assert (ROOT / "docs" / "architecture.svg").read_text() == made, "run: make docs"
+    assert all(f">{name}</text>" in made for group in architecture_page.layers() for name in group)
+
+
 def test_the_page_and_the_pictures_of_what_was_measured_are_made_from_it(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
+    monkeypatch.syspath_prepend(ROOT / "tools")
     import evidence_page
 
     assert (ROOT / "docs" / "evidence.md").read_text() == evidence_page.page(), "run: make evidence"
-    evidence_page.picture(tmp_path / "matrix.svg")
-    evidence_page.cost_section.picture(tmp_path / "cost.svg")
+    evidence_page.draw(tmp_path / "matrix.svg")
+    evidence_page.cost_section.draw(tmp_path / "cost.svg")
     for name in ("matrix.svg", "cost.svg"):
         assert (ROOT / "docs" / name).read_text() == (tmp_path / name).read_text(), "run: make evidence"
 
@@ -73,7 +83,7 @@ def test_the_committed_matrix_has_no_safe_cell_that_is_not_right():
 
 
 def test_the_page_of_versions_is_made_from_its_results(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
+    monkeypatch.syspath_prepend(ROOT / "tools")
     import versions_page
 
     assert (ROOT / "docs" / "versions.md").read_text() == versions_page.page(), "run: make docs"
@@ -110,7 +120,7 @@ def test_the_first_screen_of_the_readme():
 
 
 def test_the_policy_table_of_the_readme_is_what_the_policy_does():
-    from test_policy import A100, CPU, MI300, MPS, T4, V100
+    from devices import A100, CPU, MI300, MPS, T4, V100
 
     table = (ROOT / "README.md").read_text()
     expected = {"bfloat16": (A100, MI300), "float16": (T4, V100), "float32": (CPU, MPS)}

@@ -13,20 +13,22 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlavaForConditionalGeneration
 
-from safe_trainers import SafeSFTConfig, SafeSFTTrainer, fp32_modules, layout, quantization, resolve, settle, tiny
-from safe_trainers.adapters import Circumstances as Prepared
-from safe_trainers.captures import construction
-from safe_trainers.census import take_census
-from safe_trainers.declared import model_of
-from safe_trainers.device import Device
-from safe_trainers.inventory import Circumstances, take_inventory
-from safe_trainers.media import MEDIA_KEYS, MediaCaster
-from safe_trainers.policy import Flags
-from safe_trainers.precision_report import make_report, plan
-from safe_trainers.preparation import prepare
-from safe_trainers.render import to_json
-from safe_trainers.settlement import apply
-from safe_trainers.tiny.shapes import pictures
+from safe_trainers import SafeSFTConfig, SafeSFTTrainer, plan_boundaries, resolve, tiny
+from safe_trainers.boundaries.placement import place
+from safe_trainers.core.device import Device
+from safe_trainers.media.caster import MEDIA_KEYS, MediaCaster
+from safe_trainers.model.inventory import CountContext, count_groups, take_inventory
+from safe_trainers.policy.resolve import Requested
+from safe_trainers.report.render import to_json
+from safe_trainers.report.run_report import make_report, plan
+from safe_trainers.tiny.shapes import draw_images
+from safe_trainers.trainer.from_config import facts_of
+from safe_trainers.trainer.trl_patches import construction
+from safe_trainers.weights import bitsandbytes as quantization
+from safe_trainers.weights import fp32_modules
+from safe_trainers.weights import unify_dtypes as layout
+from safe_trainers.weights.prepare import prepare_weights
+from safe_trainers.weights.trainables import TrainableContext as Prepared
 
 
 LAYERS = (4, 8, 16)
@@ -84,13 +86,13 @@ def guard_adapters(made):
 
 
 def decided(made):
-    counted = take_census(made)
-    return counted, resolve(Flags(bf16=True), Device("cpu"), model_of(counted))
+    counted = take_inventory(made)
+    return counted, resolve(Requested(bf16=True), Device("cpu"), facts_of(counted))
 
 
 def settled(made):
     counted, policy = decided(made)
-    apply(settle(policy, counted), made)
+    place(plan_boundaries(policy, counted), made)
 
 
 def named(made):
@@ -117,13 +119,13 @@ def quantized(layers):
 
 
 WORK = {
-    "census": take_census,
-    "preparation": lambda made: prepare(made, *decided(made), Prepared(2e-5)),
+    "census": take_inventory,
+    "preparation": lambda made: prepare_weights(made, *decided(made), Prepared(2e-5)),
     "settlement": settled,
     "fp32_modules": named,
     "layout with what it keeps": laid_out,
     "adapter guard": guard_adapters,
-    "inventory": lambda made: take_inventory(made, Circumstances(lambda part, parameter, held: held)),
+    "inventory": lambda made: count_groups(made, CountContext(lambda part, parameter, held: held)),
 }
 
 
@@ -138,7 +140,7 @@ def test_what_is_done_for_each_packed_tensor_is_linear_in_them():
     def work(made):
         planned = quantization.plan(made, "float16")
         quantization.reconcile(made, planned)
-        return planned, take_inventory(made, Circumstances(lambda part, parameter, held: held))
+        return planned, count_groups(made, CountContext(lambda part, parameter, held: held))
 
     planned, groups = work(quantized(LAYERS[0]))
     assert len([change for change in planned.changes if change.kind == "quant_state"]) == 5 * LAYERS[0]
@@ -154,8 +156,8 @@ def test_the_report_of_a_trainer_is_linear_in_its_tensors(tmp_path):
             model=model(layers, "cpu"), args=SafeSFTConfig(str(tmp_path), use_cpu=True, bf16=True, max_length=None),
             train_dataset=tiny.sft_dataset(2), processing_class=tiny.build_processor("llava"),
         )  # fmt: skip
-        to_json(make_report(trainer, plan(trainer)))
-        counts.append(operations(lambda trainer=trainer: to_json(make_report(trainer, plan(trainer)))))
+        to_json(make_report(trainer._run, plan(trainer._run)))
+        counts.append(operations(lambda trainer=trainer: to_json(make_report(trainer._run, plan(trainer._run)))))
     assert is_linear(counts), counts
 
 
@@ -173,7 +175,7 @@ def caster():
 
 
 def batch(images):
-    shown, _ = pictures(images)
+    shown, _ = draw_images(images)
     return dict(tiny.build_processor("llava")(images=shown, text=["<image>"] * images, return_tensors="pt"))
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import safe_trainers
-from safe_trainers.errors import UnsupportedVersionError
-from safe_trainers.versions import check_versions
+from safe_trainers.core.errors import UnsupportedVersionError
+from safe_trainers.core.versions import check_versions
 
 
 def test_the_public_names():
@@ -28,7 +28,7 @@ def test_importing_the_package_imports_neither_torch_nor_trl():
     loaded = _modules_after("import safe_trainers; safe_trainers.parse_dtype('bf16'); safe_trainers.PrecisionError")
     assert not {"torch", "trl", "transformers", "peft"} & loaded
     # The same check sees torch where it is imported.
-    assert "torch" in _modules_after("import safe_trainers; safe_trainers.take_census")
+    assert "torch" in _modules_after("import safe_trainers; safe_trainers.take_inventory")
 
 
 @pytest.mark.parametrize(

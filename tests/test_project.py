@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "safe_trainers"
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
-MAX_LINES = 400
+MAX_LINES = 500
 ENGINES = {"vllm", "deepspeed"}  # each chooses its own torch, so neither is pinned
 
 # A finding: line number and what is wrong there.
@@ -76,9 +76,9 @@ def find_foreign_writes(text: str, name: str) -> Iterator[Finding]:
 
     Args:
         text: the file.
-        name: its file name; captures.py is the one module that may.
+        name: its file name; trl_patches.py is the one module that may.
     """
-    if name == "captures.py":
+    if name == "trl_patches.py":
         return
     tree = ast.parse(text)
     foreign = foreign_names(tree)
@@ -216,7 +216,7 @@ RULES: dict[str, tuple[Callable[[str, str], Iterable[Finding]], list[str], list[
             "import torch\nx = torch.float16",
             "import torch\ntorch.nn.Linear(2, 2).weight.requires_grad = False",
             "import os\nos.environ['X'] = '1'",
-            "import safe_trainers.mixin\nsafe_trainers.mixin.x = 1",
+            "import safe_trainers.trainer.mixin\nsafe_trainers.trainer.mixin.x = 1",
             "from .mixin import PrecisionMixin\nPrecisionMixin.x = 1",
             "setattr(model, 'x', 1)",
         ],
@@ -251,10 +251,10 @@ def test_rule_lets_pass(rule: str, snippet: str) -> None:
     assert not list(RULES[rule][0](snippet, "module.py"))
 
 
-def test_captures_may_write_to_foreign_modules() -> None:
+def test_only_trl_patches_may_write_to_foreign_modules() -> None:
     snippet = "import trl\ntrl.GRPOTrainer = None"
     assert list(find_foreign_writes(snippet, "module.py"))
-    assert not list(find_foreign_writes(snippet, "captures.py"))
+    assert not list(find_foreign_writes(snippet, "trl_patches.py"))
 
 
 # --- dependencies ----------------------------------------------------------------------------------------------------

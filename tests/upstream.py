@@ -67,26 +67,27 @@ needs_quantization_argument = pytest.mark.skipif(
 )
 needs_packed_without_kernels = pytest.mark.skipif(
     not _is_imported("transformers.integrations.finegrained_fp8"),
-    reason="this transformers imports Triton for FP8, which is not for CPUs",
+    reason="this transformers imports Triton for FP8, which does not support CPUs",
 )
 needs_streams = pytest.mark.skipif(
-    _says(trl.GRPOTrainer, "Iterable datasets are not yet supported"), reason="GRPO takes no streams in this TRL"
+    _says(trl.GRPOTrainer, "Iterable datasets are not yet supported"),
+    reason="GRPO does not support streamed datasets in this TRL",
 )
 needs_continuous_settings = pytest.mark.skipif(
     not has_field(trl.GRPOConfig, "transformers_continuous_batching_config"),
-    reason="this TRL has no settings of continuous batching, whose cache would be as large as the memory",
+    reason="this TRL cannot limit the cache of continuous batching, which would fill the memory",
 )
 needs_tools = pytest.mark.skipif(
     not hasattr(transformers.PreTrainedTokenizerBase, "parse_response"),
-    reason="transformers before 5 parses no tool calls, which TRL's tools need",
+    reason="transformers before 5 cannot parse tool calls, which TRL's tools need",
 )
 needs_epoch_after_skip = pytest.mark.skipif(
     not takes(DataLoaderShard.__init__, "iteration"),
-    reason="this accelerate forgets the epoch of a dataloader whose first batches it skips: the order is another",
+    reason="this accelerate loses the epoch of a dataloader when it skips batches, which changes the order",
 )
 needs_missing_logps = pytest.mark.skipif(
     "nan" not in {text for code in _codes(trl.GRPOTrainer._generate_and_score_completions) for text in code.co_consts},
-    reason="this TRL makes a tensor of a missing log-probability, and fails",
+    reason="this TRL fails if a log-probability is missing",
 )
 needs_limit_below = pytest.mark.skipif(
     not has_field(trl.GRPOConfig, "vllm_importance_sampling_clip_min"),

@@ -21,7 +21,7 @@ class StandInClient:
     """TRL's client of a vLLM server, with an engine of the stand-in in place of the server."""
 
     # What the server was started with, set by tests.
-    dtype, quantization, answer = "auto", None, {}
+    dtype, quantization, cache_dtype, answer = "auto", None, "auto", {}
     model = ""
 
     def __init__(self, base_url: str, group_port: int = 0, connection_timeout: float = 0.0, **_: Any) -> None:
@@ -38,7 +38,8 @@ class StandInClient:
             "model_config": {
                 "dtype": str(self.engine.dtype), "quantization": type(self).quantization,
                 "logprobs_mode": "processed_logprobs", **type(self).answer,
-            }
+            },
+            "cache_config": {"cache_dtype": type(self).cache_dtype},
         }  # fmt: skip
 
     def update_named_params(self, metadata: list[tuple[str, str, list[int]]], named_params: Any) -> None:
@@ -86,6 +87,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # TRL before 1.10 asks it for its client
     for name in TRAINERS:
         monkeypatch.setattr(sys.modules[f"trl.trainer.{name}"], "VLLMGeneration", fresh.VLLMGeneration)
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))  # so that it is gone with the test
     stand_in = sys.modules["vllm"]
     stand_in.ENGINES.clear()
     return stand_in

@@ -1,7 +1,7 @@
-"""Tiny models of the families that the evidence is about: `safe_trainers.tiny`'s, and the rest of what TRL trains.
+"""Tiny models of the families in the evidence: those of `safe_trainers.tiny`, and the others that TRL trains.
 
-The same interface as `safe_trainers.tiny`: everything is made offline, in a fraction of a second, from the real
-classes of transformers. Loading a saved family needs this package imported, which knows processors of its own.
+The interface is that of `safe_trainers.tiny`: models are built offline, in a fraction of a second, from the classes of
+transformers. To load a saved family, import this package first, because it registers processors.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .specs import AUDIO_FAMILIES, FAMILIES, TEXT_FAMILIES, VISION_FAMILIES, Spe
 try:
     from . import models, processors
 except ImportError as error:
-    # Their builders are made for the newest transformers: an older one has not all of the families, nor the names.
+    # The builders need the latest transformers; older releases lack some families and names.
     ABSENT = dict.fromkeys((name for name in FAMILIES if name not in tiny.FAMILIES), str(error).split(" (")[0])
 else:
     ABSENT = {}
-"""Family that the installed transformers cannot build -> why."""
+"""Families that the installed transformers cannot build, with the reason."""
 
 
 TASKS = ("grpo", "rloo", "sft")
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerBase:
-    """Builds the tokenizer of a family, one of `FAMILIES`, with the tokens that its processor adds."""
+    """Builds the tokenizer of a family, one of `FAMILIES`, with the tokens of its processor."""
     processor = build_processor(family)
     return getattr(processor, "tokenizer", processor)
 
@@ -82,15 +82,15 @@ def build_model(
 
     Args:
         family: One of `FAMILIES`.
-        seed: Seed of the weights. torch's global random state is left as it was.
+        seed: Seed of the weights. torch's global random state does not change.
         dtype: Weight dtype: float32, bfloat16 or float16, or its name.
-        tokenizer: The tokenizer the model is for; the family's own if omitted.
+        tokenizer: The tokenizer of the model; by default that of the family.
 
     Returns:
         The model on the CPU, in evaluation mode.
 
     Raises:
-        ValueError: If there is no such family or dtype.
+        ValueError: If the family or the dtype does not exist.
     """
     if family in tiny.FAMILIES:
         return tiny.build_model(family, seed=seed, dtype=dtype, tokenizer=tokenizer)
@@ -104,16 +104,16 @@ def build_model(
 
 
 def save(family: str, folder: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32") -> Path:
-    """Writes a tiny model and its processor, complete or not at all; an existing checkpoint is replaced.
+    """Writes a tiny model and its processor atomically; an existing checkpoint is replaced.
 
     Args:
         family: One of `FAMILIES`, or `"reward"`.
-        folder: Where to write.
+        folder: The folder to write.
         seed: Seed of the weights.
         dtype: Weight dtype: `"float32"`, `"bfloat16"` or `"float16"`.
 
     Returns:
-        The folder, absolute.
+        The absolute path of the folder.
     """
     if family in tiny.FAMILIES or family == "reward":
         return tiny.save(family, folder, seed=seed, dtype=dtype)
@@ -123,12 +123,12 @@ def save(family: str, folder: str | os.PathLike[str], *, seed: int = 0, dtype: s
 
 
 def dataset(task: str, family: str, rows: int = 8) -> Dataset:
-    """Builds a training set for a trainer, of what the family takes.
+    """Builds a training dataset with the kind of inputs that the family takes.
 
     Args:
         task: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
         family: One of `FAMILIES`.
-        rows: How many rows.
+        rows: Number of rows.
     """
     if task == "reward":
         return tiny.preference_dataset(rows, seed=0)
@@ -145,15 +145,15 @@ def dataset(task: str, family: str, rows: int = 8) -> Dataset:
 
 
 def settings(task: str, family: str) -> dict[str, Any]:
-    """Keywords of the training arguments without which a trainer would not take the family's dataset."""
+    """Training arguments that a trainer needs to accept the dataset of the family."""
     if family_spec(family).modality == "audio" and task == "sft":
-        # The rows are for the collator: neither tokenised nor stripped of columns that no forward knows.
+        # The collator needs the raw rows, with all columns.
         return {"remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
     return {}
 
 
 def trainer_inputs(task: str, family: str, rows: int = 8) -> dict[str, Any]:
-    """Keywords of a trainer: the dataset, and a collator where TRL has none for what the family takes."""
+    """Arguments of a trainer: the dataset, and a collator if TRL has none for the inputs of the family."""
     made: dict[str, Any] = {"train_dataset": dataset(task, family, rows)}
     if family_spec(family).modality == "audio" and task == "sft":
         made["data_collator"] = sounds.SoundCollator(build_processor(family))

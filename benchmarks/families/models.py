@@ -37,7 +37,7 @@ def _siglip(**changes: Any) -> Any:
 
 
 def _rope(**more: Any) -> dict[str, Any]:
-    """Rotary positions of pictures have three parts; they share half the head dimension."""
+    """Rotary positions of images have three parts, which share half the head dimension."""
     half = HEAD // 2
     sections = [half - 2 * (half // 3), half // 3, half // 3]
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
@@ -258,7 +258,7 @@ def _mllama(spec: Spec, tokenizer: PreTrainedTokenizerBase, ids: Ids) -> PreTrai
     tower = vision_options(
         num_global_layers=1, max_num_tiles=4, intermediate_layers_indices=[0], vision_output_dim=2 * HIDDEN
     )
-    # It embeds the image token beside its vocabulary and predicts the vocabulary alone, so the token comes last.
+    # The image token is embedded but never predicted, so it must be the last id.
     config = transformers.MllamaConfig(
         vision_config={**tower, "attention_heads": tower.pop("num_attention_heads")},
         text_config=text_options(tokenizer, num_hidden_layers=2, cross_attention_layers=[1]),
@@ -267,7 +267,7 @@ def _mllama(spec: Spec, tokenizer: PreTrainedTokenizerBase, ids: Ids) -> PreTrai
     model = _model("MllamaForConditionalGeneration", config)
     for name, gate in model.named_parameters():
         if name.endswith("gate") or "_gate" in name:
-            torch.nn.init.constant_(gate, 0.5)  # cross-attention starts shut, so that no picture would be seen
+            torch.nn.init.constant_(gate, 0.5)  # gates are 0 by default, so that images would have no effect
     return model
 
 
@@ -354,4 +354,4 @@ BUILDERS: dict[str, Builder] = {
     "qwen2_audio": _qwen2_audio,
     "gemma2": _gemma2,
 }
-"""Family -> what builds its model from the specification, the tokenizer and the ids of the marker tokens."""
+"""The builder of each family's model, from the specification, the tokenizer and the ids of the marker tokens."""

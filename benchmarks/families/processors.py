@@ -1,7 +1,7 @@
-"""Processors of the families that `safe_trainers.tiny` does not have, on the PIL backend: no torchvision.
+"""Processors of the families that `safe_trainers.tiny` does not have, with PIL instead of torchvision.
 
-A processor that demands a video processor is built without one (`...WithoutVideos`); `AutoProcessor` knows these
-classes once this module has been imported.
+Processors that require a video processor are built without one (`...WithoutVideos`). Importing this module registers
+these classes with `AutoProcessor`.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ SAMPLING_RATE = 16000
 
 
 class _WithoutVideos(ProcessorMixin):
-    """What a family's processor does with pictures and text; its video processor needs torchvision."""
+    """A processor of images and text only; the video processor of the family needs torchvision."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
-        # The attributes are read from this signature, so that the third is neither demanded nor saved.
+        # transformers reads the attributes from this signature, so the video processor is not required or saved.
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
 
 
@@ -91,7 +91,9 @@ class LlavaOnevisionProcessorWithoutVideos(_WithoutVideos, LlavaOnevisionProcess
 
     @property
     def unused_input_names(self) -> list[str]:
-        return ["batch_num_images"]  # TRL's scoring takes no such input, and the model counts one picture each without
+        return [
+            "batch_num_images"
+        ]  # TRL's scoring does not accept this input; without it the model assumes one image each
 
 
 class InternVLProcessorWithoutVideos(_WithoutVideos, InternVLProcessor):
@@ -99,7 +101,7 @@ class InternVLProcessorWithoutVideos(_WithoutVideos, InternVLProcessor):
         super().__init__(image_processor, tokenizer, chat_template, image_seq_length=image_seq_length)
 
 
-class Gemma4ProcessorForPictures(Gemma4Processor):
+class Gemma4ProcessorForImages(Gemma4Processor):
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, image_seq_length=280):
         self.image_seq_length = image_seq_length
         for name in ("image", "video", "audio"):
@@ -115,7 +117,7 @@ class _RowsAndColumns(Siglip2ImageProcessorPil.valid_kwargs, total=False):
 
 
 class Lfm2VlImageProcessorOfOneTile(Siglip2ImageProcessorPil):
-    """LFM2-VL's inputs for pictures of one tile; its own image processor needs torchvision, SigLIP 2's does not."""
+    """The inputs of LFM2-VL for images of one tile, by SigLIP 2's image processor, which does not need torchvision."""
 
     valid_kwargs = _RowsAndColumns
     downsample_factor = 2
@@ -134,17 +136,17 @@ class Lfm2VlImageProcessorOfOneTile(Siglip2ImageProcessorPil):
 
 
 def _registered() -> None:
-    """Lets `AutoProcessor` find the classes of this module by their names."""
+    """Registers the classes of this module with `AutoProcessor`."""
     for config, processor in (
         (Qwen2VLConfig, Qwen2VLProcessorWithoutVideos),
         (Qwen3VLConfig, Qwen3VLProcessorWithoutVideos),
         (Glm4vConfig, Glm4vProcessorWithoutVideos),
         (LlavaOnevisionConfig, LlavaOnevisionProcessorWithoutVideos),
         (InternVLConfig, InternVLProcessorWithoutVideos),
-        (Gemma4Config, Gemma4ProcessorForPictures),
+        (Gemma4Config, Gemma4ProcessorForImages),
     ):
         AutoProcessor.register(config, processor, exist_ok=True)
-    # It is found by its name. LFM2-VL's own config has an entry already, of a class that is not there.
+    # It is found by its name; the config of LFM2-VL is already registered with a class that does not exist here.
     AutoImageProcessor.register(
         Lfm2Config, image_processor_classes={"pil": Lfm2VlImageProcessorOfOneTile}, exist_ok=True
     )
@@ -156,17 +158,17 @@ Builder = Callable[[Spec, PreTrainedTokenizerBase], ProcessorMixin]
 
 
 def _tokens(spec: Spec) -> int:
-    """How many tokens one picture becomes."""
+    """Number of tokens of one image."""
     return (IMAGE_SIZE // spec.patch_tokens) ** 2
 
 
 def _qwen(cls: type[ProcessorMixin], pixels: str = "Qwen2VLImageProcessor") -> Builder:
-    """Patches as rows with a grid."""
+    """Builds processors that return patches as rows, with a grid."""
 
     def build(spec: Spec, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
         area = {"shortest_edge": IMAGE_SIZE**2, "longest_edge": IMAGE_SIZE**2}
         if pixels.startswith("Glm4v"):
-            area = {edge: 2 * size for edge, size in area.items()}  # it counts both frames of a picture
+            area = {edge: 2 * size for edge, size in area.items()}  # it counts two frames per image
         patches = {"patch_size": PATCH_SIZE, "merge_size": 2, "temporal_patch_size": 2}
         return cls(image_processor(pixels, size=area, **patches), tokenizer, chat_template=chat_template(spec))
 
@@ -203,7 +205,7 @@ def _llava_onevision(spec: Spec, tokenizer: PreTrainedTokenizerBase) -> Processo
 
 
 def _pixtral(spec: Spec, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Pictures with their sizes, and one token per patch: the breaks between rows are tokens of text."""
+    """Images with their sizes and one token per patch; breaks between rows are text tokens."""
     patch = {"height": spec.patch_tokens, "width": spec.patch_tokens}
     return LlavaProcessor(
         image_processor("PixtralImageProcessor", size={"longest_edge": IMAGE_SIZE}, patch_size=patch),
@@ -222,9 +224,9 @@ def _idefics2(spec: Spec, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
 
 
 def _gemma4(spec: Spec, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    # Pictures are enlarged to as many tokens as fit: 70 is the fewest that it takes, 64 of them are used.
+    # Images are enlarged to the largest number of tokens that fits: 70 is the minimum, and 64 of them are used.
     pixels = image_processor("Gemma4ImageProcessor", patch_size=PATCH_SIZE, pooling_kernel_size=2, max_soft_tokens=70)
-    return Gemma4ProcessorForPictures(pixels, tokenizer, chat_template(spec), image_seq_length=70)
+    return Gemma4ProcessorForImages(pixels, tokenizer, chat_template(spec), image_seq_length=70)
 
 
 def _paligemma(spec: Spec, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
@@ -302,4 +304,4 @@ BUILDERS: dict[str, Builder] = {
     "ovis2": _ovis2,
     "qwen2_audio": _qwen2_audio,
 }
-"""Family -> what builds its processor from the specification and the tokenizer; text-only families have none."""
+"""The builder of each family's processor, from the specification and the tokenizer; none for text families."""

@@ -1,4 +1,4 @@
-"""Sounds for the audio families: tones, high for one answer and low for another."""
+"""Audio data for the audio families: high and low tones with their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUESTION = "what is it?"
 
 
 def tones(n: int, seed: int = 0) -> tuple[list[np.ndarray], list[str]]:
-    """Makes tones with their answers, `n` times `SAMPLES` float32 values at `SAMPLING_RATE` hertz."""
+    """Returns `n` tones with their answers; each has `SAMPLES` float32 values at `SAMPLING_RATE` hertz."""
     rng = np.random.default_rng(seed)
     answers = [("one red circle", "two blue squares")[index % 2] for index in range(n)]
     time = np.arange(SAMPLES) / SAMPLING_RATE
@@ -25,7 +25,7 @@ def tones(n: int, seed: int = 0) -> tuple[list[np.ndarray], list[str]]:
 def dataset(task: str, rows: int) -> Dataset:
     """Builds rows of `audio` (samples) with a `prompt` (conversation), and `completion` or `solution`.
 
-    No trainer of TRL reads `audio`: it is for a collator (`SoundCollator`).
+    TRL's trainers do not read `audio`; use `SoundCollator`.
     """
     sounds, answers = tones(rows)
     prompt = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": QUESTION}]}]
@@ -41,7 +41,7 @@ def dataset(task: str, rows: int) -> Dataset:
 
 
 class SoundCollator:
-    """Makes batches of what a processor makes of prompts with sounds and their answers.
+    """Makes batches from prompts with audio and their answers.
 
     Args:
         processor: A processor of an audio family.
@@ -51,7 +51,7 @@ class SoundCollator:
         self.processor = processor
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns model inputs with labels: the answer's tokens alone."""
+        """Returns model inputs with labels for the tokens of the answer only."""
         render = self.processor.apply_chat_template
         texts = [render(row["prompt"] + row["completion"], tokenize=False) for row in rows]
         answers = [text[len(render(row["prompt"], tokenize=False)) :] for row, text in zip(rows, texts, strict=True)]

@@ -1,4 +1,4 @@
-"""The families of the matrix: names, marker tokens, and what is known of each; without torch and transformers."""
+"""The families of the matrix: names, marker tokens and known limits. Does not import torch or transformers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Spec(Family):
 
     Args:
         modality: `"image"`, `"audio"` or `"text"`.
-        processor: What the processor is made of where the family's own cannot be built: most of those that cannot
-            demand torchvision for a picture or a video processor.
+        processor: The parts of the processor if the family's own cannot be built, mostly because an image or video
+            processor needs torchvision.
         not_in_stock: Trainers with which stock TRL cannot train this family in any precision, and why: part of its
-            error, a semicolon, and what it comes from. `"grpo scoring"` is GRPO that scores before the step.
-        wrong_in_stock: Trainers with which what is trained is not what is sampled, in any precision, and why.
-        lora_targets: What `LoraConfig(target_modules=...)` takes.
-        conversation: Fine-tuning takes whole conversations, since the processor takes no text without a picture.
+            error, a semicolon, and the cause. `"grpo scoring"` is GRPO that scores before the step.
+        wrong_in_stock: Trainers whose log-probabilities differ from those of sampling in any precision, and why.
+        lora_targets: The `target_modules` of the `LoraConfig`.
+        conversation: Whether SFT data are whole conversations, because the processor needs an image with every text.
     """
 
     modality: str = "image"
@@ -32,30 +32,30 @@ class Spec(Family):
     conversation: bool = False
 
     def why_not(self, task: str, scoring: bool = False) -> str | None:
-        """Why stock TRL cannot train this family with a trainer; `None` where it can.
+        """Why stock TRL cannot train this family with a trainer; `None` if it can.
 
         Args:
             task: `"grpo"`, `"rloo"` or `"sft"`.
-            scoring: GRPO scores log-probabilities before the step: `beta` above 0, or several steps per rollout.
+            scoring: Whether GRPO scores before the step: `beta` above 0, or several steps per rollout.
         """
         before = self.not_in_stock.get(f"{task} scoring") if scoring else None
         return before or self.not_in_stock.get(task)
 
 
-_LABELS = "got an unexpected keyword argument 'labels'; its processor makes them, and scoring takes ten known inputs"
-_CROSS = "got an unexpected keyword argument 'cross_attention_mask'; scoring takes ten known inputs"
-_ASPECTS = "`aspect_ratio_ids` must be provided; TRL hands known inputs alone from the scored batch to the loss"
+_LABELS = "got an unexpected keyword argument 'labels'; its processor returns labels, which TRL's scoring rejects"
+_CROSS = "got an unexpected keyword argument 'cross_attention_mask'; TRL's scoring rejects this input"
+_ASPECTS = "`aspect_ratio_ids` must be provided; TRL passes only known inputs of the scored batch to the loss"
 _LLAMA4 = (
     "'Llama4CausalLMOutputWithPast' object has no attribute 'last_hidden_state'; "
-    "TRL takes it from `base_model`, which is the whole model in this family"
+    "TRL reads it from the output of `base_model`, which is the whole model in this family"
 )
 _OVIS2 = (
     "'list' object has no attribute 'tolist'; "
-    "its processor works with `return_tensors` alone, and TRL tokenises prompts without"
+    "its processor requires `return_tensors`, and TRL tokenises prompts without it"
 )
 _SOUNDS = (
     "'Qwen2AudioConfig' object has no attribute 'image_token_id'; "
-    "TRL asks the model of every processor for one, and takes no sounds from a dataset"
+    "TRL reads it for every model with a processor, and does not read audio from datasets"
 )
 
 _FAILS: dict[str, dict[str, str]] = {
@@ -65,13 +65,14 @@ _FAILS: dict[str, dict[str, str]] = {
     "mllama": {"grpo scoring": _CROSS, "grpo": _ASPECTS, "rloo": _CROSS},
     "paligemma": {"grpo scoring": _LABELS, "rloo": _LABELS},
 }
-# Found in float32, where log-probabilities of samples and scores differ by rounding alone in every other family.
+# Measured in float32, where all other families differ only by rounding.
 _LOGIT_SCALE = (
-    "TRL's scoring multiplies the logits by the text model's `logit_scale`, which this family's own forward does not: "
-    "1 nat apart"
+    "TRL's scoring multiplies the logits by the text model's `logit_scale`, and this family's forward does not: "
+    "log-probabilities differ by 1 nat"
 )
 _BIDIRECTIONAL = (
-    "TRL gives answers the `token_type_ids` of a prompt, 0, so that each token sees later ones: 0.04 nats apart"
+    "TRL passes the `token_type_ids` of prompts (0) for answers, so that tokens attend to later ones: "
+    "log-probabilities differ by 0.04 nats"
 )
 _WRONG: dict[str, dict[str, str]] = {
     "aya_vision": dict.fromkeys(("grpo", "rloo", "sft"), _LOGIT_SCALE),
@@ -80,9 +81,9 @@ _WRONG: dict[str, dict[str, str]] = {
 }
 _TINY_PROCESSORS = {
     "aria": "LLaVA's",
-    "llama4": "LLaVA's: its own needs torchvision",
-    "qwen2_5_vl": "PaddleOCR-VL's: its own needs torchvision for videos",
-    "smolvlm": "Idefics3's: its own needs torchvision and num2words",
+    "llama4": "LLaVA's; its own needs torchvision",
+    "qwen2_5_vl": "PaddleOCR-VL's; its own needs torchvision for videos",
+    "smolvlm": "Idefics3's; its own needs torchvision and num2words",
 }
 
 _QWEN = {
@@ -90,19 +91,19 @@ _QWEN = {
     "vision_end_token": "<|vision_end|>",
     "video_token": "<|video_pad|>",
 }
-_QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _TILES = {
     "context_image_token": "<IMG_CONTEXT>",
     "start_image_token": "<img>",
     "end_image_token": "</img>",
     "video_token": "<video>",
 }
-_NO_VIDEOS = "the family's own, less the video processor, which needs torchvision"
+_NO_VIDEOS = "the family's own without the video processor, which needs torchvision"
 _MERGED = 2 * PATCH_SIZE
 
 
 def _qwen(name: str) -> Spec:
-    return Spec(name, "<|image_pad|>", _QWEN_PICTURE, _QWEN, _MERGED, processor=_NO_VIDEOS)
+    return Spec(name, "<|image_pad|>", _QWEN_IMAGE, _QWEN, _MERGED, processor=_NO_VIDEOS)
 
 
 _OWN: tuple[Spec, ...] = (
@@ -129,10 +130,10 @@ _OWN: tuple[Spec, ...] = (
         "<image>",
         "<image>",
         {"video_token": "<video>"},
-        processor=f"{_NO_VIDEOS}; and less `batch_num_images`, which TRL's scoring does not take",
+        processor=f"{_NO_VIDEOS}, and without `batch_num_images`, which TRL's scoring does not accept",
     ),
     Spec("vipllava", "<image>", "<image>", processor="LLaVA's, as upstream"),
-    Spec("pixtral", "[IMG]", "[IMG]", processor="LLaVA's around Pixtral's pictures: its own needs torchvision"),
+    Spec("pixtral", "[IMG]", "[IMG]", processor="LLaVA's with Pixtral's image processor; its own needs torchvision"),
     Spec("mistral3", "[IMG]", "[IMG]", {}, _MERGED, processor="as pixtral"),
     Spec(
         "idefics2",
@@ -153,8 +154,8 @@ _OWN: tuple[Spec, ...] = (
             "video_token": "<|video|>",
         },
         _MERGED,
-        processor="the family's own, less sounds and videos, which need torchvision",
-        # PEFT takes no `Gemma4ClippableLinear`, which the projections of its tower are.
+        processor="the family's own without audio and videos, which need torchvision",
+        # PEFT does not support `Gemma4ClippableLinear`, the projections of its tower.
         lora_targets=r".*language_model.*\.(q_proj|v_proj)",
     ),
     Spec("paligemma", "<image>", "<image>", conversation=True),
@@ -169,7 +170,7 @@ _OWN: tuple[Spec, ...] = (
             "image_thumbnail_token": "<|img_thumbnail|>",
         },
         _MERGED,
-        processor="the family's own around SigLIP 2's pictures, one tile each: its own need torchvision",
+        processor="the family's own with SigLIP 2's image processor, one tile per image; its own needs torchvision",
     ),
     Spec("mllama", "<|image|>", "<|image|>", conversation=True),
     Spec(
@@ -196,7 +197,7 @@ _OWN: tuple[Spec, ...] = (
             "img_line_break_token": "<|IMG_LINE_BREAK|>",
         },
         _MERGED,
-        processor="the family's own around GOT-OCR2's pictures: its own need torchvision",
+        processor="the family's own with GOT-OCR2's image processor; its own needs torchvision",
     ),
     Spec(
         "ovis2",
@@ -239,7 +240,7 @@ _SPECS: dict[str, Spec] = {spec.name: _known(spec) for spec in (*map(_from_tiny,
 _SPECS = dict(sorted(_SPECS.items(), key=lambda item: ("image", "audio", "text").index(item[1].modality)))
 
 FAMILIES: tuple[str, ...] = tuple(_SPECS)
-"""Names of all families: those that take pictures, then sounds, then text alone."""
+"""Names of all families: those with images, then audio, then text only."""
 
 VISION_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _SPECS.items() if spec.modality == "image")
 AUDIO_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _SPECS.items() if spec.modality == "audio")
@@ -247,5 +248,5 @@ TEXT_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _SPECS.items() if 
 
 
 def family_spec(family: str) -> Spec:
-    """What is known of a family, one of `FAMILIES`."""
+    """Returns the specification of a family, one of `FAMILIES`."""
     return _SPECS[check_choice("family", family, FAMILIES)]

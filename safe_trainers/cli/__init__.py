@@ -1,1 +1,1 @@
-"""The command line, one small file per command; nothing heavy is imported before a command needs it."""
+"""The commands of `safe-trainers`."""

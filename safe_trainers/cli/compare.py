@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 
 
-EPILOG = """A and B: whatever `safe-trainers report` takes.
-The exit status is 0 where nothing differs, 1 where something does.
+EPILOG = """A and B: anything that `safe-trainers report` accepts
+exit status: 0: no difference, 1: differences
 """
 
 
@@ -14,17 +14,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("first", metavar="A", help="a model, recipe, checkpoint or saved report")
     parser.add_argument("second", metavar="B", help="another one")
-    parser.add_argument("--json", action="store_true", help="for a program")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Compares.
+    """Prints the differences.
 
     Returns:
-        0 where nothing differs, 1 where something does.
+        0 without differences, 1 with differences.
     """
-    from ..comparison import compare
-    from ..file_reports import report_on
-    from ..render import present
+    from ..report.compare import compare
+    from ..report.render import present
+    from .report import report_on
 
     return present(compare(report_on(options.first), report_on(options.second)), options.json)

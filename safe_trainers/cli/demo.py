@@ -1,4 +1,4 @@
-"""`safe-trainers demo`: the same recipe with stock TRL, which crashes, and with the safe trainer, which learns."""
+"""`safe-trainers demo`: runs one recipe with stock TRL, which crashes, and with the safe trainer, which learns."""
 
 import argparse
 import tempfile
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .train import Run
+    from .run_recipe import RunResult
 
 RECIPE = "grpo/tiny_vlm_bf16.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("--output_dir", default="runs/demo", help="where checkpoint, log and plot go")
+    parser.add_argument("--output_dir", default="runs/demo", help="the folder for checkpoint, log and plot")
     parser.epilog = "keys of the recipe can be given as options, as for grpo"
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Shows both runs.
+    """Runs the demo.
 
     Returns:
         The exit status.
@@ -30,42 +30,51 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | None" = None) -> "Run":
+def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | None" = None) -> "RunResult":
     """Runs the embedded recipe twice.
 
     Args:
-        output_dir: Where the checkpoint, the log and the plot go.
+        output_dir: The folder for the checkpoint, the log and the plot.
         overrides: Options that change the recipe, for both runs.
-        console: Where to write; by default standard output.
+        console: Receives the output; by default standard output.
 
     Returns:
-        The run of the safe trainer.
+        The result of the safe trainer.
     """
     import torch
     import trl
     from rich.console import Console
 
-    from ..recipes import find_recipe, read_recipe
-    from .train import run_recipe
+    from ..recipes.load import read_recipe
+    from ..recipes.packaged import find
+    from .run_recipe import run_recipe
 
     console = console or Console()
-    # The report goes beside the log: what the demo shows fits one screen.
-    argv = ["--config", str(find_recipe(RECIPE)), "--precision_report", "file", *overrides, "--output_dir", output_dir]
-    # Read before anything runs: what is wrong with the options is wrong with both.
+    # The report is written to a file, so that the output fits one screen.
+    argv = [
+        "--config",
+        str(find(RECIPE, "recipes")),
+        "--precision_report",
+        "file",
+        *overrides,
+        "--output_dir",
+        output_dir,
+    ]
+    # Read first, so that invalid options are reported before stock TRL runs.
     recipe = read_recipe("grpo", argv)
-    # One step without warm-up is enough for stock: it crashes in the first rollout.
+    # One step without warm-up is enough: stock TRL crashes in the first rollout.
     stock = ["--warm_up_steps", "0", "--max_steps", "1", "--evaluation_size", "0", "--progress", "false"]
 
     console.print("[bold]trl.GRPOTrainer[/], bfloat16 weights, bf16=True:")
     try:
         with tempfile.TemporaryDirectory() as folder:
             run_recipe(read_recipe("grpo", [*argv, *stock, "--output_dir", folder]), console, trl.GRPOTrainer)
-        console.print("  it trained: this TRL and transformers no longer have the fault", style="yellow")
+        console.print("  training succeeded: the installed TRL and transformers have fixed the bug", style="yellow")
     except RuntimeError as error:
         console.print(
             f"  {type(error).__name__}: {str(error).splitlines()[0]}", style="red", soft_wrap=True, markup=False
         )
-        # Accelerate's autocast leaks out of a forward that failed; the next run must not start inside it.
+        # accelerate leaves autocast enabled after a failed forward pass; the next run must not start inside it.
         torch.set_autocast_enabled("cpu", False)
         torch.clear_autocast_cache()
 

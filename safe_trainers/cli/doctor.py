@@ -1,13 +1,13 @@
-"""`safe-trainers doctor`: whether this machine and this environment can train, with what to do where they cannot."""
+"""`safe-trainers doctor`: checks whether this machine and environment can train, and prints a fix for each problem."""
 
 import argparse
 import os
 from collections.abc import Sequence
 
 
-EPILOG = """exit status: 0 if a run can be tried, 1 if something may not be meant, 2 if something cannot work
+EPILOG = """exit status: 0: ready, 1: warnings, 2: errors
   safe-trainers doctor
-  torchrun --nproc_per_node 2 -m safe_trainers.cli doctor     # do as many processes run as were asked for?
+  torchrun --nproc_per_node 2 -m safe_trainers.cli doctor     # checks the number of processes too
 """
 
 
@@ -15,20 +15,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.epilog = EPILOG
     parser.add_argument(
-        "--timeout", type=float, default=180, help="seconds that loading a package may take (%(default)s)"
+        "--timeout", type=float, default=180, help="seconds allowed for loading a package; by default %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Examines and reports; of several processes the first speaks.
+    """Prints the report, on the first process only.
 
     Returns:
-        The exit status.
+        0 without warnings and errors, 1 with warnings, 2 with errors.
     """
-    from ..doctor import diagnose, examine
-    from ..doctor_run import probe
-    from ..render import present
+    from ..doctor.diagnose import diagnose, examine
+    from ..doctor.run_probes import probe
+    from ..report.render import present
 
     if os.environ.get("RANK", "0") != "0":
         probe([["processes"]], options.timeout, distributed=True)

@@ -1,4 +1,4 @@
-"""`safe-trainers explain "ERROR TEXT"`, or a log file, or standard input: what an error means, and what to write."""
+"""`safe-trainers explain "ERROR TEXT"`, a log file or standard input: prints the cause of an error and its fix."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-EPILOG = """exit status: 0 if the cause is known, 1 if it is not, 2 if there is nothing to explain
+EPILOG = """exit status: 0: the cause is known, 1: the cause is unknown, 2: there is nothing to explain
   safe-trainers explain "Attempting to unscale FP16 gradients."
   safe-trainers explain train.log
   python train.py 2>&1 | safe-trainers explain
@@ -19,38 +19,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.epilog = EPILOG
     parser.add_argument(
-        "text", nargs="*", metavar="TEXT", help="the message, or a log file; without it standard input"
+        "text", nargs="*", metavar="TEXT", help="the message, or a log file; by default standard input"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Explains.
+    """Prints the explanation.
 
     Returns:
-        The exit status.
+        0 if the cause is known, else 1.
 
     Raises:
         RecipeError: If there is nothing to explain.
     """
-    from ..catalogue_explain import decode, explain, report
-    from ..errors import RecipeError
-    from ..render import present
+    from ..core.errors import RecipeError
+    from ..explain.log_reader import decode, explain, report
+    from ..report.render import present
 
     text = decode(_given(options.text))
     if not text.strip("\x00 \t\r\n\ufffd"):
-        raise RecipeError('there is nothing to explain. Write: safe-trainers explain "ERROR TEXT", or a log file')
+        raise RecipeError('the input is empty. Write: safe-trainers explain "ERROR TEXT", or a log file')
     return present(report(explain(text)), options.json)
 
 
 def _given(words: Sequence[str]) -> bytes:
-    """What is to be explained, as bytes."""
-    from ..catalogue_explain import MOST
-    from ..errors import RecipeError, hint, nearest
+    """Returns the message or the log as bytes; of a large file, its end."""
+    from ..core.errors import RecipeError, hint, nearest
+    from ..explain.log_reader import MAX_BYTES
 
     if not words or list(words) == ["-"]:
         if sys.stdin.isatty():
-            raise RecipeError('nothing was given. Write: safe-trainers explain "ERROR TEXT", or a log file')
+            raise RecipeError('the input is missing. Write: safe-trainers explain "ERROR TEXT", or a log file')
         return sys.stdin.buffer.read()
     text = " ".join(words)
     if len(words) > 1 or not re.fullmatch(r"\S{1,1000}|[^\n]{1,300}\.(?:log|txt|out|err)", text):
@@ -63,13 +63,13 @@ def _given(words: Sequence[str]) -> bytes:
             with file.open("rb") as stream:
                 if not stream.seekable():  # a pipe: `explain <(tail train.log)`
                     return stream.read()
-                head = stream.read(2)  # a mark of UTF-16
+                head = stream.read(2)  # the byte order mark of UTF-16
                 size = stream.seek(0, 2)
-                stream.seek(max(0, size - 2 * MOST))
+                stream.seek(max(0, size - 2 * MAX_BYTES))
                 tail = stream.read()
         except OSError as error:
             raise RecipeError(f"{file} cannot be read: {error.strerror}") from None
-        return tail if size <= 2 * MOST or head not in (b"\xff\xfe", b"\xfe\xff") else head + tail
+        return tail if size <= 2 * MAX_BYTES or head not in (b"\xff\xfe", b"\xfe\xff") else head + tail
     if "/" in text or file.suffix in {".log", ".txt", ".out", ".err"}:
         siblings = (
             [str(path) for path in file.parent.glob("*") if path.is_file()] if os.path.isdir(file.parent) else []

@@ -1,4 +1,4 @@
-"""`safe-trainers COMMAND ...`: finds the command, and turns every refusal into one clear message and exit status 2."""
+"""`safe-trainers COMMAND ...`: runs a command; invalid input ends with one message and exit status 2."""
 
 import argparse
 import errno
@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from ..errors import SafeTrainersError
-from ..version import __version__
+from ..core.errors import SafeTrainersError
+from ..core.versions import __version__
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """A command.
 
     Attributes:
-        summary: What it does, in one line.
-        module: The module of this package with its `add_arguments(parser)` and its
-            `run(options, rest) -> exit status`. It is imported when the command is used: `--help` costs no torch.
-        takes_recipe_keys: Whether options that its parser does not know are keys of a recipe, which go into `rest`.
+        summary: A description in one line.
+        module: The module in this package with the functions `add_arguments(parser)` and
+            `run(options, rest) -> exit status`. It is imported when the command is used, so that `--help` is fast.
+        takes_recipe_keys: Whether unknown options are keys of a recipe, which are passed as `rest`.
     """
 
     summary: str
@@ -33,37 +33,40 @@ class Command:
 
 
 COMMANDS = {
-    "grpo": Command("train with SafeGRPOTrainer", "training", takes_recipe_keys=True),
-    "rloo": Command("train with SafeRLOOTrainer", "training", takes_recipe_keys=True),
-    "sft": Command("train with SafeSFTTrainer", "training", takes_recipe_keys=True),
-    "reward": Command("train a reward model with SafeRewardTrainer", "training", takes_recipe_keys=True),
+    "grpo": Command("train with SafeGRPOTrainer", "train", takes_recipe_keys=True),
+    "rloo": Command("train with SafeRLOOTrainer", "train", takes_recipe_keys=True),
+    "sft": Command("train with SafeSFTTrainer", "train", takes_recipe_keys=True),
+    "reward": Command("train a reward model with SafeRewardTrainer", "train", takes_recipe_keys=True),
     "demo": Command(
-        "show stock TRL crash and the safe trainer learn, on a tiny model", "demo", takes_recipe_keys=True
+        "train a tiny model with stock TRL, which crashes, and with the safe trainer", "demo", takes_recipe_keys=True
     ),
-    "validate": Command("check recipes: every problem at once, in a second", "validate"),
-    "list": Command("list the recipes and launch configs that come with the package", "list_"),
-    "copy": Command("copy one of them into the current folder", "copy_"),
-    "report": Command("say what a model, a recipe or a checkpoint holds and computes in", "report"),
-    "compare": Command("say what differs between two of them, or between two saved reports", "compare"),
-    "plot": Command("draw what a run logged: reward, loss, loss scale, sampler against trainer", "plot"),
-    "doctor": Command("say whether this machine and this environment can train", "doctor"),
-    "explain": Command("say what an error text or a log means, and the line to write", "explain"),
+    "validate": Command("check recipes and print all problems at once", "validate"),
+    "list": Command("list the recipes and launch configs that come with the package", "list_recipes"),
+    "copy": Command("copy a packaged recipe or launch config into the current folder", "copy_recipe"),
+    "report": Command("show the dtypes that a model, recipe or checkpoint stores and computes in", "report"),
+    "compare": Command("compare the reports of two models, recipes or checkpoints, or two saved reports", "compare"),
+    "plot": Command("plot the log of a run: reward, loss, loss scale, mismatch of sampler and trainer", "plot"),
+    "doctor": Command("check whether this machine and environment can train", "doctor"),
+    "explain": Command("explain an error message or a log, and print the line to write", "explain"),
 }
 """The commands, in the order of the help."""
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the commands.
+    """Builds the parser of the command line.
 
     Args:
-        chosen: The command whose options are needed; of the others it knows the names alone.
+        chosen: The command whose options are added; the others get only their names.
 
     Returns:
-        The parser; the keys of a recipe are left to the recipe's own.
+        The parser. It does not parse keys of recipes.
     """
     parser = argparse.ArgumentParser(
         prog="safe-trainers",
-        description="TRL trainers that are right in precision, or stop at construction with the line to change.",
+        description=(
+            "TRL trainers that train at the right precision, or fail at construction and tell you which line to "
+            "change."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"safe-trainers {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -76,13 +79,13 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs a command.
 
     Args:
-        argv: The command line without the program's name; by default the process's.
+        argv: The command line without the program's name; by default that of the process.
 
     Returns:
-        0 if it worked; 1 if what it reports needs a look; 2 if the input was refused.
+        The exit status: 0 for success, 1 for warnings or differences, 2 for errors or invalid input.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     chosen = next((arg for arg in given if not arg.startswith("-")), None)
@@ -104,7 +107,7 @@ def _module(command: Command) -> ModuleType:
 
 
 def quieten() -> None:
-    """Sets what the libraries report of their own accord to errors only; each variable can be set otherwise."""
+    """Makes the libraries print errors only; environment variables that are already set win."""
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -113,27 +116,27 @@ def quieten() -> None:
 
 
 def run() -> None:
-    """The installed program: `main`, in a process of its own, whose output is for a person to read."""
+    """Runs `main` as the installed program, and exits."""
     quieten()
     try:
         status = main()
         sys.stdout.flush()
         sys.exit(status)
     except KeyboardInterrupt:
-        sys.exit(130)  # as a shell says it; a traceback would be nobody's news
-    except BrokenPipeError:  # `| head` has read enough
+        sys.exit(130)  # 128 + SIGINT, without a traceback
+    except BrokenPipeError:  # such as from `| head`
         _drop_output()
         sys.exit(141)
     except OSError as error:
         if error.errno != errno.ENOSPC or not _was_printing(error):
             raise
         _drop_output()
-        print(f"error: nothing more can be written: {error.strerror}", file=sys.stderr)
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 
 def _was_printing(error: OSError) -> bool:
-    """Whether it was output that could not be written, and not a file of someone else's."""
+    """Returns whether the error comes from writing to standard output, and not to a file."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return error.filename is None and frame.f_globals["__name__"].split(".")[0] in {
         "argparse",
@@ -143,5 +146,5 @@ def _was_printing(error: OSError) -> bool:
 
 
 def _drop_output() -> None:
-    """Sends what is left of the output nowhere: Python flushes it at exit, and would fail once more."""
+    """Redirects standard output to the null device, because Python flushes it at exit and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

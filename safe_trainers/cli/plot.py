@@ -1,4 +1,4 @@
-"""`safe-trainers plot RUN`, and the plot that is written at the end of each run: what was learned, and how exactly."""
+"""`safe-trainers plot RUN`, and the plot that is written at the end of each run."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Points = list[tuple[float, float]]
-"""Step and value."""
+"""Pairs of step and value."""
 
 LEARNED = {
     "reward": "reward",
@@ -24,21 +24,21 @@ LEARNED = {
     "eval_accuracy": "accuracy, held out",
     "eval_mean_token_accuracy": "token accuracy, held out",
 }
-"""Log keys of the first panel, and what they are called there; other `rewards/...` go by their own names."""
+"""Log keys of the first panel and their labels; other `rewards/...` keys are labelled with their own names."""
 
 LOSSES = {"loss": "loss", "eval_loss": "loss, held out"}
 MISMATCH = {"precision/logp_mismatch_mean": "mean abs(D)", "precision/logp_mismatch_max": "largest abs(D)"}
 SCALE, SKIPPED = "precision/loss_scale", "precision/skipped_steps"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-"""Okabe and Ito's, which colour-blind people can tell apart."""
+"""The palette of Okabe and Ito, which colour-blind people can distinguish."""
 
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = 6
 FORMATS = (".pdf", ".png", ".svg")
 FILES = ("log.json", "trainer_state.json")
 
-EPILOG = """RUN is the folder of a run (its log.json), or a checkpoint (its trainer_state.json)
+EPILOG = """RUN: the folder of a run (with log.json), or a checkpoint (with trainer_state.json)
   safe-trainers plot runs/tiny_vlm_bf16
   safe-trainers plot runs/tiny_vlm_bf16/checkpoint-100 --output reward.svg
 """
@@ -47,32 +47,32 @@ EPILOG = """RUN is the folder of a run (its log.json), or a checkpoint (its trai
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.epilog = EPILOG
-    parser.add_argument("run", metavar="RUN", help="folder of a run or of a checkpoint, or its log")
-    parser.add_argument("--output", metavar="FILE", help="the picture (.png, .pdf or .svg); by default RUN/plot.png")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run or a checkpoint, or its log file")
+    parser.add_argument("--output", metavar="FILE", help="the image (.png, .pdf or .svg); by default RUN/plot.png")
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Draws the plot of a run.
+    """Plots a run.
 
     Returns:
         The exit status.
 
     Raises:
-        RecipeError: If there is no log to draw, or no place to draw it to.
+        RecipeError: If the log is missing, or the image cannot be written.
     """
-    from ..errors import RecipeError
+    from ..core.errors import RecipeError
 
     file = find_log(Path(options.run))
     log = read_log(file)
     reason = why_not(log)
     if reason is not None:
-        raise RecipeError(f"{file} cannot be drawn: {reason}")
+        raise RecipeError(f"{file} cannot be plotted: {reason}")
     output = Path(options.output) if options.output else file.parent / "plot.png"
     if output.suffix.lower() not in FORMATS:
         meant = output.with_suffix(".png") if output.name else output / "plot.png"
-        raise RecipeError(f"--output {output} is no picture. Write: --output {meant}")
+        raise RecipeError(f"--output must end in {', '.join(FORMATS)}, got {output}. Write: --output {meant}")
     if not os.path.isdir(output.parent):
-        raise RecipeError(f"there is no folder {output.parent} for --output {output}")
+        raise RecipeError(f"the folder {output.parent} of --output {output} does not exist")
     try:
         plot_run(log, output, file.parent.resolve().name)
     except OSError as error:
@@ -82,18 +82,18 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def find_log(place: Path) -> Path:
-    """The log of a run.
+    """Finds the log of a run.
 
     Args:
-        place: Its folder, a checkpoint, or the file itself.
+        place: The folder of the run, a checkpoint, or the log itself.
 
     Returns:
-        The file: `log.json`, else `trainer_state.json`, else that of the newest checkpoint inside.
+        The file: `log.json`, else `trainer_state.json`, else `trainer_state.json` of the newest checkpoint inside.
 
     Raises:
-        RecipeError: If there is none, with the nearest folder that has one.
+        RecipeError: If the log is missing; the message contains the most similar folder that has a log.
     """
-    from ..errors import RecipeError, hint, nearest
+    from ..core.errors import RecipeError, hint, nearest
 
     if os.path.isfile(place):
         return place
@@ -112,23 +112,23 @@ def find_log(place: Path) -> Path:
     logs = [found for name in FILES for found in above.glob(f"*/{name}")] if os.path.isdir(above) else []
     near = nearest(str(place), sorted({str(found.parent) for found in logs}))
     if not os.path.exists(place):
-        raise RecipeError(f"there is no run {place}{hint(near)}")
-    raise RecipeError(f"{place} is no run: it holds neither {' nor '.join(FILES)}{hint(near)}")
+        raise RecipeError(f"{place} does not exist{hint(near)}")
+    raise RecipeError(f"{place} is not a run: it has neither {' nor '.join(FILES)}{hint(near)}")
 
 
 def read_log(file: Path) -> list[Mapping[str, Any]]:
-    """The log of a run: `trainer.state.log_history`.
+    """Reads the log of a run: `trainer.state.log_history`.
 
     Args:
-        file: Of `find_log`.
+        file: The file that `find_log` found.
 
     Returns:
-        Its entries.
+        The entries of the log.
 
     Raises:
-        RecipeError: If the file holds none.
+        RecipeError: If the file is not a log.
     """
-    from ..errors import RecipeError
+    from ..core.errors import RecipeError
 
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -136,29 +136,29 @@ def read_log(file: Path) -> list[Mapping[str, Any]]:
         raise RecipeError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
     found = content.get("log", content.get("log_history")) if isinstance(content, dict) else content
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-        raise RecipeError(f"{file} is no log of a run: it holds neither `log` nor `log_history`")
+        raise RecipeError(f"{file} is not the log of a run: it has neither `log` nor `log_history`")
     return found
 
 
 def why_not(log: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the plot of a run cannot be drawn, `None` where it can."""
+    """Returns why a run cannot be plotted; `None` if it can."""
     if find_spec("matplotlib") is None:
         return 'pip install "safe-trainers[plots]"'
     return None if _points(log, "loss") else "the run ended before its first log; lower logging_steps"
 
 
 def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path | None:
-    """Draws what a run logged over its steps: reward or accuracy, loss, loss scale, sampler against trainer.
+    """Plots reward or accuracy, loss, loss scale, and mismatch of sampler and trainer by step.
 
-    There is a panel for each of them that is in the log. The last two have logarithmic axes.
+    Each quantity that is in the log has a panel. The last two have logarithmic axes.
 
     Args:
         log: `trainer.state.log_history`.
-        path: The picture to write; its suffix decides the format.
+        path: The image to write; its suffix sets the format.
         title: The heading.
 
     Returns:
-        `path`, or `None` where `why_not` says why.
+        `path`; `None` if the run cannot be plotted, see `why_not`.
     """
     if why_not(log) is not None:
         return None
@@ -186,7 +186,7 @@ def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path |
 
 
 def _panels(log: Sequence[Mapping[str, Any]]) -> list[tuple[float, Callable[["Axes"], None]]]:
-    """The panels that there is something for: relative height, and what draws it."""
+    """Returns the relative height and the drawing function of each panel that has data."""
     learned = _lines(log, _learned(log))
     losses, mismatch = _lines(log, LOSSES), _lines(log, MISMATCH)
     scale, skips = _points(log, SCALE), _skips(log)
@@ -198,12 +198,14 @@ def _panels(log: Sequence[Mapping[str, Any]]) -> list[tuple[float, Callable[["Ax
     if scale:
         panels.append((1.4, lambda axes: _draw_scale(axes, scale, skips)))
     if mismatch:
-        panels.append((1.6, lambda axes: _draw(axes, mismatch, "sampler against\ntrainer, nats", logarithmic=True)))
+        panels.append(
+            (1.6, lambda axes: _draw(axes, mismatch, "mismatch of sampler\nand trainer, nats", logarithmic=True))
+        )
     return panels
 
 
 def _learned(log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The lines of the first panel: the overall ones, and each reward function's where there are several."""
+    """Returns the labels of the first panel by log key; several reward functions get one label each."""
     names = dict(LEARNED)
     own = sorted({key for entry in log for key in entry if key.startswith("rewards/") and key.endswith("/mean")})
     own = [key for key in own if key not in names]
@@ -218,7 +220,7 @@ def _lines(log: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[s
 
 
 def _points(log: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """Where a number was logged; one that is not finite is a gap, and a line of gaps is none."""
+    """Returns the logged values of a key; an empty list if none of them is finite."""
     found = [(entry.get("step"), _number(entry.get(key))) for entry in log if key in entry]
     points = [(float(step), value) for step, value in found if isinstance(step, (int, float)) and value is not None]
     return points if any(math.isfinite(value) for _, value in points) else []
@@ -234,14 +236,14 @@ def _number(value: Any) -> float | None:
 
 
 def _skips(log: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The steps at which the number of skipped ones had grown."""
+    """Returns the steps at which the number of skipped steps had increased."""
     counted = _points(log, SKIPPED)
     before = [0.0, *(count for _, count in counted)]
     return [step for (step, count), last in zip(counted, before, strict=False) if count > last]
 
 
 def _spread(log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
-    """Step, reward minus and plus its standard deviation, where both were logged."""
+    """Returns step, reward minus and reward plus its standard deviation, for entries that have both."""
     spread = dict(_points(log, "reward_std"))
     return [
         (step, mean - spread[step], mean + spread[step]) for step, mean in _points(log, "reward") if step in spread
@@ -266,7 +268,7 @@ def _draw(axes: "Axes", lines: Mapping[str, Points], label: str, *, logarithmic:
     if logarithmic:
         from matplotlib.ticker import NullFormatter
 
-        # Whole decades, so that at least two ticks have a number.
+        # The limits are powers of ten, so that at least two ticks have a label.
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
         axes.set_yscale("log")
         axes.set_ylim(10.0**low, 10.0 ** max(high, low + 1))

@@ -1,4 +1,4 @@
-"""A progress display for training: one line, with what is worth watching."""
+"""A progress bar for training that shows the newest metrics."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 
 WATCHED = {"reward": "reward", "loss": "loss", "mean_token_accuracy": "token accuracy", "accuracy": "accuracy"}
-"""Log keys that are shown, and what they are called."""
+"""Log keys that are shown, and their labels."""
 
 
 class RichProgress(TrainerCallback):
-    """Shows steps, time, and the newest of the watched values.
+    """Shows steps, time, and the newest values of `WATCHED`.
 
     Args:
-        console: Where to draw; a console that is no terminal shows nothing while training.
-        title: What is being trained.
+        console: The console; the bar is hidden if it is not a terminal.
+        title: The label of the bar.
     """
 
     def __init__(self, console: Console, title: str) -> None:
@@ -50,18 +50,18 @@ class RichProgress(TrainerCallback):
             self._bar.update(self._task, values="  ".join(shown))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops the bar and gives the terminal back."""
+        """Stops the bar."""
         self._bar.stop()
 
 
 def show_progress(trainer: Trainer, console: Console, title: str, shown: bool = True) -> None:
-    """Replaces a trainer's own progress displays by a `RichProgress`.
+    """Replaces the progress displays of a trainer by `RichProgress`.
 
     Args:
         trainer: The trainer.
-        console: Where to draw.
-        title: What is being trained.
-        shown: Whether anything is drawn at all.
+        console: The console of the bar.
+        title: The label of the bar.
+        shown: Whether to show a bar; `False` only removes the displays of the trainer.
     """
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)

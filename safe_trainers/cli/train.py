@@ -1,328 +1,115 @@
-"""`safe-trainers grpo|rloo|sft|reward`: checks a recipe, makes what it needs, trains, and writes what came out."""
+"""`safe-trainers grpo|rloo|sft|reward --config FILE --key value ...`."""
 
-import contextlib
-import dataclasses
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from ..errors import RecipeError, SafeTrainersError
+from ..core.errors import RecipeError
 
 
-@dataclass
-class Run:
-    """What a training run left behind.
+if TYPE_CHECKING:
+    from ..recipes.validate import Checked
 
-    Attributes:
-        trainer: The trainer, trained.
-        output_dir: The folder with the checkpoint, the log and the plot.
-        score_name: What was measured on held-out examples, `None` where nothing was.
-        before: The score before the run.
-        after: The score after it.
-        chance: The score of the best constant answer.
-    """
+EPILOG = """every key of a recipe is also an option, which overrides the file:
+  safe-trainers grpo --config recipes/grpo/tiny_vlm_bf16.yaml --learning_rate 1e-4
+in several processes:
+  safe-trainers grpo --config RECIPE --accelerate_config zero3 --num_processes 8
+"""
 
-    trainer: Any
-    output_dir: Path
-    score_name: str | None = None
-    before: float | None = None
-    after: float | None = None
-    chance: float | None = None
+NEWEST = "true"
+"""The value of `resume_from_checkpoint` for `--resume` without a folder."""
 
 
-def train(task: str, argv: Sequence[str], console: Console | None = None) -> Run:
-    """Runs a recipe.
-
-    Args:
-        task: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
-        argv: `["--config", FILE, "--key", "value", ...]`.
-        console: Where to write; by default standard output.
-
-    Returns:
-        The run.
-
-    Raises:
-        RecipeError: If the recipe cannot be run; nothing has been written then.
-        PrecisionError: If its precision cannot work; nothing has been written then, where it can be known before the
-            model is loaded.
-    """
-    from ..recipes import read_recipe
-
-    console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
-    recipe = read_recipe(task, argv)
-    return run_recipe(recipe, console)
-
-
-def run_recipe(recipe: Any, console: Console, trainer_class: type | None = None) -> Run:
-    """Runs a recipe that was read.
-
-    Args:
-        recipe: The `Recipe`.
-        console: Where to write.
-        trainer_class: Another trainer class than the task's, to compare with.
-
-    Returns:
-        The run.
-    """
-    from .progress import show_progress
-
-    arguments = recipe.training
-    trainer, held_out = build(recipe, console, trainer_class)
-    show_progress(trainer, console, recipe.task, recipe.extra.progress)
-    run = Run(trainer, Path(arguments.output_dir))
-    score = _score(recipe, trainer, held_out)
-    if score is not None:
-        run.score_name, measure, run.chance = score
-        run.before = measure()
-    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-    if score is not None:
-        run.after = measure()
-    trainer.save_model(arguments.output_dir)
-    if trainer.accelerator.is_main_process:
-        write_run(run, recipe, console)
-    return run
-
-
-def dry_run(task: str, argv: Sequence[str]) -> Any:
-    """Builds all that a recipe needs, and trains no step.
-
-    Args:
-        task: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
-        argv: As for `train`.
-
-    Returns:
-        The precision report as planned, `None` on all processes but the first.
-
-    Raises:
-        RecipeError: If the recipe cannot be run.
-        PrecisionError: If its precision cannot work.
-    """
-    from ..launch import ERRORS
-    from ..recipes import read_recipe
-
-    recipe = read_recipe(task, argv)
-    _check_resume(recipe)
-    recipe.training.resume_from_checkpoint = None
-    recipe.extra.warm_up_steps = 0
-    with tempfile.TemporaryDirectory(prefix="safe-trainers-dry-run-") as own:
-        # Launched processes share a folder; what is built goes there, and nothing into the run's own.
-        recipe.training.output_dir = str(Path(os.environ.get(ERRORS, own), "dry-run"))
-        trainer, _ = build(recipe, Console(quiet=True))
-        return trainer.precision_report if trainer.accelerator.is_main_process else None
-
-
-def build(recipe: Any, console: Console, trainer_class: type | None = None) -> tuple[Any, Any]:
-    """Makes all that a recipe needs.
-
-    Args:
-        recipe: The `Recipe`.
-        console: Where to write.
-        trainer_class: Another trainer class than the task's, to compare with.
-
-    Returns:
-        The trainer, and the held-out examples to measure the result on, `None` where the data is not embedded.
-
-    Raises:
-        RecipeError: If the recipe cannot be run.
-        PrecisionError: If its precision cannot work.
-    """
-    from trl import get_peft_config, get_quantization_config
-
-    import safe_trainers
-
-    from ..declared import declared_policy
-    from ..launch import check_launched
-    from ..recipes import TASKS, load_rewards
-    from .material import check_model_exists, make_datasets, make_model
-
-    trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
-    arguments = recipe.training
-    _check_resume(recipe)
-    arguments.model_init_kwargs = _model_init_kwargs(recipe)
-    asked = get_quantization_config(dataclasses.replace(recipe.model, dtype="float32"))
-    policy = declared_policy(arguments, recipe.model.model_name_or_path, trainer_class, asked)
-    policy.check()
-    compute_of_4bit = _compute_of_4bit(recipe, policy)
-    dataset, evaluation, held_out = make_datasets(recipe)
-    check_model_exists(recipe)
-
-    with _only_if_it_works(Path(arguments.output_dir)):
-        settings: dict[str, Any] = {
-            "model": make_model(recipe, console),
-            "args": arguments,
-            "train_dataset": dataset,
-            "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
-            "quantization_config": get_quantization_config(dataclasses.replace(recipe.model, dtype=compute_of_4bit)),
-            "peft_config": get_peft_config(dataclasses.replace(recipe.model, lora_task_type=_lora_task_type(recipe))),
-        }
-        if hasattr(recipe.script, "reward_funcs"):
-            settings["reward_funcs"] = load_rewards(recipe)
-        trainer = trainer_class(**settings)
-        check_launched(trainer.accelerator)
-    return trainer, held_out
-
-
-def _check_resume(recipe: Any) -> None:
-    """Refuses to go on from the newest checkpoint where there is none that is complete."""
-    from ..checkpoint_files import checkpoints_in, choose_checkpoint
-
-    arguments = recipe.training
-    if str(arguments.resume_from_checkpoint).lower() != "true" or Path("true").is_dir():
-        return
-    found = checkpoints_in(Path(arguments.output_dir))
-    if any(checkpoint.complete for checkpoint in found):
-        return
-    if found:
-        choose_checkpoint(True, Path(arguments.output_dir))
-        return
-    raise RecipeError(
-        f"there is no checkpoint in output_dir {arguments.output_dir} to go on from. Drop --resume, or write: "
-        "--resume FOLDER"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that are not recipe keys."""
+    parser.epilog = EPILOG
+    parser.add_argument("--config", metavar="FILE", help="the recipe: a YAML file")
+    parser.add_argument(
+        "--accelerate_config",
+        "--accelerate-config",
+        metavar="NAME|FILE",
+        help="launch config: single_gpu, ddp, fsdp2, zero2, zero3, or an accelerate config file",
     )
+    parser.add_argument(
+        "--num_processes",
+        "--num-processes",
+        metavar="N",
+        type=_count,
+        help="processes to launch; by default one per GPU",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="CHECKPOINT",
+        nargs="?",
+        const=NEWEST,
+        help="resume from a checkpoint; by default from the newest complete one in output_dir",
+    )
+    parser.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="build the trainer, print the precision report, and exit without training",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report of --dry-run as JSON")
 
 
-def _lora_task_type(recipe: Any) -> str:
-    """What PEFT has to know of the task; TRL's default fits language models alone."""
-    asked: str = recipe.model.lora_task_type
-    return "SEQ_CLS" if recipe.task == "reward" and asked == "CAUSAL_LM" else asked
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
+    return int(text)
 
 
-@contextlib.contextmanager
-def _only_if_it_works(output_dir: Path) -> Iterator[None]:
-    """Makes the output folder for what is built inside, and removes it again where that fails.
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Trains in this process, or in launched processes.
 
-    What TRL, transformers and PEFT refuse while a trainer is built is bad input too: it is said in their own words.
+    Returns:
+        The exit status.
+    """
+    if options.json and not options.dry_run:
+        raise RecipeError("--json prints the report of --dry-run, which is missing. Write: --dry-run --json")
+    from ..recipes.validate import prepare
+
+    argv = recipe_arguments(options, rest)
+    checked = prepare(options.command, argv, options.accelerate_config, options.num_processes)
+    if options.accelerate_config is None and options.num_processes is None:
+        return run_here(options, checked)
+    from .launch import launch
+
+    flags = [flag for flag, given in (("--dry-run", options.dry_run), ("--json", options.json)) if given]
+    return launch([options.command, *flags, *argv], options.accelerate_config, options.num_processes)
+
+
+def run_here(options: argparse.Namespace, checked: "Checked") -> int:
+    """Trains in this process.
 
     Args:
-        output_dir: The folder; one that was there before is left there.
+        options: The options of the command line.
+        checked: The recipe, without errors.
 
-    Raises:
-        RecipeError: In place of an error of theirs.
+    Returns:
+        The exit status.
     """
-    # Innermost first; empty where the folder itself was there before.
-    missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException as error:
-        if missing and os.environ.get("RANK", "0") == "0":
-            shutil.rmtree(output_dir, ignore_errors=True)
-            for parent in missing[1:]:
-                if parent.is_dir() and not any(parent.iterdir()):  # another run may live there by now
-                    parent.rmdir()
-        upstream = isinstance(error, (ValueError, TypeError, ImportError, OSError, LookupError, AttributeError))
-        if upstream and not isinstance(error, SafeTrainersError):
-            raise RecipeError(f"the trainer cannot be built: {type(error).__name__}: {error}") from error
-        raise
+    from ..recipes.load import load_recipe
+    from .run_recipe import dry_run, run_recipe
+
+    recipe = load_recipe(checked)
+    if not options.dry_run:
+        run_recipe(recipe)
+        return 0
+    report = dry_run(recipe)
+    if report is None:
+        return 0
+    from ..report.render import present
+
+    return present(report, options.json)
 
 
-def write_run(run: Run, recipe: Any, console: Console) -> None:
-    """Writes the log and the plot of a run, and says where they are.
+def recipe_arguments(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """Returns the recipe and its overrides as command-line arguments.
 
     Args:
-        run: The run.
-        recipe: Its recipe.
-        console: Where to write.
+        options: The options of the command line.
+        rest: The overrides.
     """
-    from ..precision_report import FILE
-    from .plot import plot_run, why_not
-
-    log, trainer = run.output_dir / "log.json", run.trainer
-    content = {
-        "recipe": None if recipe.source is None else str(recipe.source),
-        "score": {"name": run.score_name, "before": run.before, "after": run.after, "best_constant": run.chance},
-        "precision": _precision(trainer),
-        "log": trainer.state.log_history,
-    }
-    temporary = log.with_suffix(".json.part")
-    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    temporary.replace(log)
-    plot = plot_run(trainer.state.log_history, run.output_dir / "plot.png", type(trainer).__name__)
-    if run.score_name is not None:
-        console.print(
-            f"{run.score_name} on held-out examples: {run.before:.3f} -> [bold]{run.after:.3f}[/] "
-            f"(best constant answer {run.chance:.3f})",
-            soft_wrap=True,
-            highlight=False,
-        )
-    written: dict[str, object] = {"checkpoint": run.output_dir, "log": log}
-    if (run.output_dir / FILE).is_file():
-        written["report"] = run.output_dir / FILE
-    written["plot"] = plot or f"not drawn: {why_not(trainer.state.log_history)}"
-    for what, place in written.items():
-        console.print(f"{what:<11} {place}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _precision(trainer: Any) -> dict[str, Any] | None:
-    if not hasattr(trainer, "precision_policy"):
-        return None
-    return {
-        "policy": trainer.precision_policy.to_dict(),
-        "census": trainer.precision_census.to_dict(),
-        "preparation": trainer.precision_preparation.to_dict(),
-        "settlement": trainer.precision_settlement.to_dict(),
-        "media": [vars(decision) for decision in trainer.media_decisions],
-        "contract": trainer.safety_contract.to_dict(),
-        "report": trainer.precision_report.to_dict(),
-    }
-
-
-def _model_init_kwargs(recipe: Any) -> dict[str, Any]:
-    """What TRL's own scripts make of `ModelConfig`; `model_init_kwargs` of the recipe wins."""
-    model = recipe.model
-    declared = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    }
-    return {key: value for key, value in declared.items() if value is not None} | (
-        recipe.training.model_init_kwargs or {}
-    )
-
-
-def _compute_of_4bit(recipe: Any, policy: Any) -> str:
-    """What 4-bit layers compute in: as the run does.
-
-    TRL's own scripts take `dtype`, what the weights are loaded in: float32 where nothing is written, and `auto` fails.
-
-    Raises:
-        PrecisionError: If the recipe asks for another dtype than the run computes in.
-    """
-    from ..dtypes import FLOAT32, SHORT, parse_dtype
-    from ..errors import PrecisionError
-    from ..policy import OFF
-    from ..quantized_loading import contradiction
-
-    asked = recipe.extra.bnb_4bit_compute_dtype
-    decided = str(policy.compute.value if policy.autocast.value == OFF else policy.autocast.value)
-    if decided not in SHORT:  # without autocast operations follow weights that are not known before they are loaded
-        return FLOAT32 if asked is None else parse_dtype(asked)
-    problem = contradiction(asked, decided)
-    if problem is not None:
-        raise PrecisionError([problem])
-    return decided
-
-
-def _score(recipe: Any, trainer: Any, held_out: Any) -> tuple[str, Any, float] | None:
-    """What is measured on held-out examples: its name, the measurement, and the best constant answer's score."""
-    from .. import tiny
-
-    if held_out is None or recipe.extra.evaluation_size < 1:
-        return None
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return None  # no process holds the weights to generate with
-    model, processor = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
-    if recipe.task == "reward":
-        return "preference accuracy", lambda: tiny.preference_accuracy(model, processor, held_out), 0.5
-    return (
-        "exact match, greedy,",
-        lambda: tiny.exact_match_rate(model, processor, held_out),
-        tiny.constant_baseline(held_out),
-    )
+    config = ["--config", options.config] if options.config else []
+    return [*config, *rest, *(["--resume_from_checkpoint", options.resume] if options.resume else [])]

@@ -1,22 +1,22 @@
-"""Tiny models, processors and a task with ground truth, all made from nothing, offline, in seconds.
+"""Tiny models, processors and a task with ground truth, built offline in seconds.
 
-A whole run (warm-up by fine-tuning, then GRPO or RLOO on pictures it has to look at) takes minutes on two CPU cores:
+A whole run (warm-up by fine-tuning, then GRPO or RLOO with images) takes minutes on two CPU cores:
 
     from safe_trainers import tiny
 
     folder = tiny.save("aria", "tiny-aria")  # loads with from_pretrained, like any checkpoint
     train = tiny.prompt_dataset(2000, seed=0)  # prompt, image, solution
-    heldout = tiny.prompt_dataset(480, seed=0, split="heldout")  # no picture in common with any training set
+    heldout = tiny.prompt_dataset(480, seed=0, split="heldout")  # disjoint from every training set
     rewards = [tiny.exact_match, tiny.attribute_match]
     ...
     tiny.exact_match_rate(model, processor, heldout)
 
-`tiny.FAMILIES` names the families. `aria` and `llama4` do not cast their pixels to the dtype of their weights;
-`nocast` casts neither what goes into its vision tower nor what comes out. `from_pretrained` knows `nocast` once
+`tiny.FAMILIES` lists the families. `aria` and `llama4` do not cast their pixels to the dtype of their weights;
+`nocast` casts neither the inputs nor the outputs of its vision tower. `from_pretrained` loads `nocast` after
 `safe_trainers.tiny.nocast` has been imported, which `tiny.save` and `tiny.build_model` do. `gpt_oss` and `text` take
-no pictures; the experts of `gpt_oss` are fused into single parameters, which no `nn.Linear` holds.
+no images; the experts of `gpt_oss` are fused parameters outside of any `nn.Linear`.
 
-Importing this package imports neither torch nor transformers; its members do, on first use.
+Importing this package does not import torch or transformers; its members do, on first use.
 """
 
 from __future__ import annotations

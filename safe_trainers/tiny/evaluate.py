@@ -1,4 +1,4 @@
-"""Measures of what a tiny model has learnt."""
+"""Measures the accuracy of tiny models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from safe_trainers.probing import undisturbed
+from safe_trainers.model.trial_forward import undisturbed
 from safe_trainers.tiny.rewards import exact_match
 
 
@@ -27,10 +27,7 @@ def _batches(dataset: Dataset, batch_size: int) -> Iterator[dict[str, list[Any]]
 
 
 def _to_model(inputs: Any, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Move inputs to the model's device, pixels in the dtype of its weights.
-
-    A tower that does not cast its own pixels would crash on float32 ones.
-    """
+    """Move inputs to the model's device, and cast pixels to the dtype of its weights, as some towers do not."""
     moved = {name: value.to(model.device) for name, value in inputs.items()}
     if "pixel_values" in moved:
         moved["pixel_values"] = moved["pixel_values"].to(model.dtype)
@@ -60,7 +57,7 @@ def answers(
     Raises:
         ValueError: If the dataset is empty or the batch size is not positive.
     """
-    texts: list[str] = []
+    replies: list[str] = []
     with undisturbed(model):
         for batch in _batches(dataset, batch_size):
             prompts = [
@@ -77,8 +74,8 @@ def answers(
             )
             inputs = _to_model(inputs, model)
             ids = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)  # (B, T + new)
-            texts += processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return texts
+            replies += processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return replies
 
 
 def _with_image(prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -102,7 +99,7 @@ def exact_match_rate(
     batch_size: int = 64,
     max_new_tokens: int = 5,
 ) -> float:
-    """Return the share of pictures that a model answers exactly right, decoding greedily.
+    """Return the share of images that a model answers exactly right, decoding greedily.
 
     Args:
         model: A vision-language model, in any mode; its mode is restored.
@@ -117,12 +114,12 @@ def exact_match_rate(
     Raises:
         ValueError: If the dataset is empty or the batch size is not positive.
     """
-    said = answers(model, processor, dataset, batch_size=batch_size, max_new_tokens=max_new_tokens)
-    return sum(exact_match(said, dataset["solution"])) / len(said)
+    replies = answers(model, processor, dataset, batch_size=batch_size, max_new_tokens=max_new_tokens)
+    return sum(exact_match(replies, dataset["solution"])) / len(replies)
 
 
 def constant_baseline(dataset: Dataset) -> float:
-    """Return the exact-match rate of the best answer that ignores the picture.
+    """Return the exact-match rate of the best answer that ignores the image.
 
     Args:
         dataset: Rows with a column `solution`.
@@ -161,8 +158,8 @@ def preference_accuracy(
         for batch in _batches(dataset, batch_size):
             scores = []
             for column in ("chosen", "rejected"):
-                texts = tokenizer.apply_chat_template(batch[column], tokenize=False)
-                inputs = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+                strings = tokenizer.apply_chat_template(batch[column], tokenize=False)
+                inputs = tokenizer(strings, padding=True, add_special_tokens=False, return_tensors="pt")
                 scores.append(model(**_to_model(inputs, model)).logits.squeeze(-1))  # (B,)
             right += int((scores[0] > scores[1]).sum())
     return right / len(dataset)

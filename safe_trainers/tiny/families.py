@@ -1,6 +1,6 @@
-"""Names of the tiny model families and the marker tokens each of them needs.
+"""Names of the tiny model families, and the marker tokens of each.
 
-This module imports neither torch nor transformers, so that a command line can list the families at once.
+This module does not import torch or transformers, so that a command line can list the families quickly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 IMAGE_SIZE = 32
-"""Height and width of a picture, in pixels."""
+"""Height and width of an image, in pixels."""
 
 PATCH_SIZE = 8
 """Height and width of a patch of the vision towers, in pixels."""
@@ -19,14 +19,14 @@ PATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Family:
-    """What the builders have to know about one family.
+    """The specification of one family.
 
     Args:
         name: Name of the family.
-        image_token: The token that image features are scattered into, or `None` for a text-only family.
-        template_token: What the chat template writes for one picture; the processor expands it.
-        markers: Further marker tokens, as `attribute name on the tokenizer -> token`.
-        patch_tokens: Pixels along one side of a picture that share one image token.
+        image_token: The token that is replaced by image features; `None` for a text-only family.
+        template_token: The text that the chat template writes for one image; the processor expands it.
+        markers: Further marker tokens, by attribute name on the tokenizer.
+        patch_tokens: Side length, in pixels, of the square that one image token represents.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Family:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """All multimodal tokens of the family, as `attribute name on the tokenizer -> token`."""
+        """All multimodal tokens of the family, by attribute name on the tokenizer."""
         image = {} if self.image_token is None else {"image_token": self.image_token}
         return {**image, **self.markers}
 
@@ -90,14 +90,14 @@ FAMILIES: tuple[str, ...] = tuple(_SPECS)
 """Names of all families, the text-only ones last."""
 
 VISION_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _SPECS.items() if spec.image_token is not None)
-"""Names of the families that take pictures."""
+"""Names of the families that take images."""
 
 
 def check_choice(what: str, value: object, accepted: Sequence[str]) -> str:
     """Return `value` if it is one of `accepted`.
 
     Args:
-        what: What the value is called, for the message.
+        what: Description of the value for the message.
         value: The value to check.
         accepted: The accepted names.
 
@@ -115,13 +115,10 @@ def check_choice(what: str, value: object, accepted: Sequence[str]) -> str:
 
 
 def family_spec(family: str | Family) -> Family:
-    """Return what the builders have to know about a family.
+    """Return the specification of a family.
 
     Args:
-        family: One of `FAMILIES`, or the specification of a family that is none of them.
-
-    Returns:
-        Its specification.
+        family: One of `FAMILIES`, or the specification of another family, which is returned.
 
     Raises:
         ValueError: If there is no such family.

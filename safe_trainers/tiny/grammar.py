@@ -1,4 +1,4 @@
-"""The words of the picture task: 4 colours x 2 shapes x 3 counts."""
+"""The words of the image task: 4 colours x 2 shapes x 3 counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow")
 SHAPES: tuple[str, ...] = ("square", "circle")
 QUESTION = "what is in the picture?"
 
-# Enough everyday words that a short prompt of a user's own stays short; anything else is spelt in bytes.
+# Common words, so that short prompts of users have few tokens; other words are encoded as bytes.
 _OTHER_WORDS = (
     "a an and are as at be by can color colour colours colors count describe do does for from given has have how i "
     "image in is it its kind many me name no not number of on only or picture please say see shape shapes shown that "
@@ -32,7 +32,7 @@ def noun(shape: str, count: str) -> str:
 
 
 def phrase(count: str, colour: str, shape: str) -> str:
-    """Return the answer for a picture, e.g. `"two red squares"`.
+    """Return the answer for an image, e.g. `"two red squares"`.
 
     Args:
         count: One of `COUNTS`.
@@ -63,13 +63,13 @@ def parts(answer: str) -> tuple[str, str, str]:
         `(count, colour, shape)`, the shape in the singular.
 
     Raises:
-        ValueError: If it is no answer of the task; the message names the nearest one.
+        ValueError: If it is not an answer of the task; the message suggests the most similar one.
     """
     return _PARTS[check_choice("answer", answer, ANSWERS)]
 
 
 def task_words() -> list[str]:
-    """Return the words that get a token of their own, without duplicates, in a fixed order.
+    """Return the words that are single tokens, without duplicates, in a fixed order.
 
     Returns:
         Lower-case words.

@@ -42,7 +42,7 @@ _HEADS = 4
 _MLP = 128
 _TOKENS_PER_SIDE = IMAGE_SIZE // PATCH_SIZE
 
-# The usual 0.02 suits widths in the thousands; at this one the first hundred steps would go on growing the weights.
+# The usual 0.02 is meant for much larger widths; a model of this width would first have to grow its weights.
 _INIT_STD = 0.06
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -56,8 +56,8 @@ def text_options(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> dict[str
     """Return the options that every text config shares, as keywords of the config.
 
     Args:
-        tokenizer: The tokenizer whose vocabulary and special tokens the model is for.
-        changes: Options of the one config, instead of or beside the shared ones.
+        tokenizer: The tokenizer, for the size of the vocabulary and the special tokens.
+        changes: Options that replace or extend the shared ones.
     """
     return {
         "vocab_size": len(tokenizer),
@@ -80,7 +80,7 @@ def vision_options(**changes: Any) -> dict[str, Any]:
     """Return the options that most vision configs share, as keywords of the config.
 
     Args:
-        changes: Options of the one config, instead of or beside the shared ones.
+        changes: Options that replace or extend the shared ones.
     """
     return {
         "hidden_size": _HIDDEN,
@@ -95,7 +95,7 @@ def vision_options(**changes: Any) -> dict[str, Any]:
 
 
 def _llava(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
-    # Without the class token a CLIP tower would read a patch less than the processor announces, so a Siglip tower.
+    # Siglip, because a CLIP tower without its class token returns one feature less than the processor expects.
     vision = AutoConfig.for_model("siglip_vision_model", **vision_options(vision_use_head=False))
     config = LlavaConfig(
         vision_config=vision,
@@ -110,7 +110,7 @@ def _llava(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTraine
 
 def _aria(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = AriaConfig(
-        # transformers 4.57 leaves a text config that is given as a dictionary as it is.
+        # transformers 4.57 does not convert a text config that is passed as a dictionary.
         vision_config={"model_type": "idefics3_vision", **vision_options()},
         text_config=AriaTextConfig(**text_options(tokenizer, moe_num_experts=2, moe_topk=2, moe_num_shared_experts=1)),
         projector_patch_to_query_dict={_TOKENS_PER_SIDE**2: _TOKENS_PER_SIDE**2},
@@ -121,7 +121,7 @@ def _aria(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrained
 
 
 def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
-    # Rotary positions of pictures have three parts; they share half the head dimension.
+    # Rotary positions of images have three parts; they share half the head dimension.
     half = _HIDDEN // _HEADS // 2
     rope = {
         "rope_type": "default",
@@ -140,9 +140,8 @@ def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreT
             "fullatt_block_indexes": [0],
             "out_hidden_size": _HIDDEN,
         },
-        text_config=text_options(
-            tokenizer, rope_scaling=rope, rope_theta=10000.0
-        ),  # transformers 5 puts the two together
+        # transformers 5 merges the two rope options.
+        text_config=text_options(tokenizer, rope_scaling=rope, rope_theta=10000.0),
         image_token_id=ids["image_token"],
         video_token_id=ids["video_token"],
         vision_start_token_id=ids["vision_start_token"],
@@ -185,7 +184,7 @@ def _gemma3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrain
         tie_word_embeddings=False,
     )
     model = Gemma3ForConditionalGeneration(config)
-    # Its projector starts from zeros, so that the text model of a random Gemma would see no picture at all.
+    # Gemma initialises this projector with zeros, which would remove all information about the image.
     torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=_INIT_STD)
     return model
 
@@ -193,7 +192,7 @@ def _gemma3(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrain
 def _llama4(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = Llama4Config(
         vision_config=vision_options(
-            # The adapter reads patches shuffled by `pixel_shuffle_ratio`, i.e. four times as wide.
+            # `pixel_shuffle_ratio=0.5` makes the inputs of the adapter four times as wide.
             intermediate_size=int(_HIDDEN // 0.5**2),
             projector_input_dim=_HIDDEN,
             projector_output_dim=_HIDDEN,
@@ -222,12 +221,12 @@ def _nocast(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrain
 
 def _gpt_oss(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int]) -> PreTrainedModel:
     config = GptOssConfig(
-        # Attention alternates between a sliding window and all tokens; the experts are fused into one parameter each.
+        # Two layers, because attention alternates between a sliding window and all tokens.
         **text_options(tokenizer, num_hidden_layers=2, head_dim=_HIDDEN // _HEADS, intermediate_size=_HIDDEN),
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=128,
-        rope_scaling={"rope_type": "default"},  # its own is made for 128k tokens
+        rope_scaling={"rope_type": "default"},  # the family's default is for 128k tokens
     )
     return GptOssForCausalLM(config)
 
@@ -260,7 +259,7 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
         The torch dtype.
 
     Raises:
-        ValueError: If it is none of the three.
+        ValueError: If it is not one of the three.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
@@ -271,15 +270,15 @@ def finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: to
     """Cast the weights and set the generation defaults.
 
     Args:
-        model: A model with random weights; it is changed.
-        tokenizer: The tokenizer the model is for.
+        model: A model with random weights, which is modified.
+        tokenizer: The tokenizer of the model.
         dtype: Weight dtype: float32, bfloat16 or float16, or its name.
 
     Returns:
         The model, in evaluation mode.
     """
     resolved = resolve_dtype(dtype)
-    # Parameters only, as `from_pretrained` does: rotary tables stay float32, or complex in Llama 4.
+    # Buffers are not cast, as in `from_pretrained`: rotary tables stay float32, or complex in Llama 4.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(resolved)
     model.config.dtype = resolved
@@ -289,7 +288,7 @@ def finish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: to
         generation.pad_token_id = tokenizer.pad_token_id
         generation.bos_token_id = tokenizer.bos_token_id
         generation.eos_token_id = tokenizer.eos_token_id
-        # A random model samples image markers, for which there are no image features.
+        # A random model would sample image markers without image features.
         generation.suppress_tokens = marker_ids(tokenizer)
     return model
 
@@ -303,14 +302,14 @@ def build_model(
 ) -> PreTrainedModel:
     """Build a tiny model with random weights.
 
-    32 x 32 pictures, patches of 8, hidden size 64, one vision and one text layer (two in `gpt_oss`): 0.1 to 0.3
+    32 x 32 images, patches of 8, hidden size 64, one vision and one text layer (two in `gpt_oss`): 0.1 to 0.3
     million parameters.
 
     Args:
         family: One of `FAMILIES`.
-        seed: Seed of the weights. torch's global random state is left as it was.
+        seed: Seed of the weights. torch's global random state does not change.
         dtype: Weight dtype: float32, bfloat16 or float16, or its name.
-        tokenizer: The tokenizer whose vocabulary and tokens the model is for; the family's own if omitted.
+        tokenizer: The tokenizer of the model; by default the family's.
 
     Returns:
         The model on the CPU, in evaluation mode.
@@ -337,9 +336,9 @@ def build_reward_model(
     """Build a tiny reward model: the text family's Llama with one output.
 
     Args:
-        seed: Seed of the weights. torch's global random state is left as it was.
+        seed: Seed of the weights. torch's global random state does not change.
         dtype: Weight dtype: float32, bfloat16 or float16, or its name.
-        tokenizer: The tokenizer the model is for; the text family's if omitted.
+        tokenizer: The tokenizer of the model; by default the text family's.
 
     Returns:
         A sequence classification model with one label, on the CPU, in evaluation mode.

@@ -1,8 +1,8 @@
-"""A vision-language model that casts nothing, as models with remote code often do.
+"""A vision-language model without any casts, like many models with remote code.
 
-Float32 pixels go straight into the tower's convolution, and the projected features are written into the text
-embeddings by index, each in whatever dtype it happens to have. With half-precision weights the first boundary breaks
-outside autocast; with float32 weights the second one breaks inside it.
+Pixels enter the tower's convolution, and the projected features are written into the text embeddings, without a cast.
+With half-precision weights the first operation fails without autocast; with float32 weights the second one fails under
+autocast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NoCastVisionConfig(PretrainedConfig):
         hidden_size: Width of the tower.
         intermediate_size: Width of the feed-forward layer.
         num_attention_heads: Heads of the attention layer.
-        image_size: Height and width of a picture, in pixels.
+        image_size: Height and width of an image, in pixels.
         patch_size: Height and width of a patch, in pixels.
         **kwargs: Passed on to `PretrainedConfig`.
     """
@@ -85,7 +85,7 @@ class NoCastConfig(PretrainedConfig):
         self.text_config: LlamaConfig = text_config
         self.image_token_id = image_token_id
         super().__init__(**kwargs)
-        # As in checkpoints with remote code: TRL reads here which auto class loads a model that transformers lacks.
+        # As in checkpoints with remote code: TRL reads the auto class of models outside transformers from here.
         self.auto_map = {"AutoModelForImageTextToText": "nocast.NoCastForConditionalGeneration"}
 
 
@@ -110,10 +110,10 @@ class NoCastVisionTower(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, width)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Encode pictures.
+        """Encode images.
 
         Args:
-            pixel_values: `(N, 3, H, W)`, in the weights' dtype: nothing is cast here.
+            pixel_values: `(N, 3, H, W)`, in the weights' dtype, because they are not cast.
 
         Returns:
             `(N, H / patch * W / patch, hidden_size)`.
@@ -165,14 +165,14 @@ class NoCastModel(NoCastPreTrainedModel):
         self.language_model.set_input_embeddings(value)
 
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Encode and project pictures.
+        """Encode and project images.
 
         Args:
             pixel_values: `(N, 3, H, W)`, in the weights' dtype.
             **kwargs: Ignored, as other families accept more.
 
         Returns:
-            `(N, image tokens, text hidden size)`, in the dtype the projector computed.
+            `(N, image tokens, text hidden size)`, in the dtype of the projector's output.
         """
         return self.projector(self.vision_tower(pixel_values))
 
@@ -205,7 +205,7 @@ class NoCastModel(NoCastPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)  # (B, T, D)
             is_image = input_ids == self.config.image_token_id  # (B, T)
-            # While decoding with a cache the pictures are still passed, but the new tokens hold none.
+            # Images are also passed when decoding with a cache, but new tokens contain no image tokens.
             if pixel_values is not None and bool(is_image.any()):
                 features = self.get_image_features(pixel_values).flatten(0, 1)  # (image tokens, D)
                 if features.shape[0] != int(is_image.sum()):
@@ -241,7 +241,7 @@ class NoCastForConditionalGeneration(NoCastPreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Encode and project pictures; see `NoCastModel.get_image_features`."""
+        """Encode and project images; see `NoCastModel.get_image_features`."""
         return self.model.get_image_features(pixel_values, **kwargs)
 
     def forward(
@@ -265,8 +265,8 @@ class NoCastForConditionalGeneration(NoCastPreTrainedModel, GenerationMixin):
             position_ids: `(B, T)`, int64.
             past_key_values: Cache of earlier tokens.
             inputs_embeds: `(B, T, D)`, instead of `input_ids`.
-            labels: `(B, T)`, int64, -100 where no loss is wanted.
-            logits_to_keep: How many last positions to compute logits for (0: all), or which ones.
+            labels: `(B, T)`, int64; positions with -100 are ignored in the loss.
+            logits_to_keep: Number of last positions for which logits are computed (0: all), or their indices.
             **kwargs: Passed on to the text model and the loss.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Complete processors for the tiny families, on the PIL backend: no torchvision, no download."""
+"""Processors for the tiny families, with the PIL backend, which needs neither torchvision nor downloads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _NORMALIZE: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 
 
 
 def image_processor(name: str, **kwargs: Any) -> Any:
-    """Build an image processor on the PIL backend that normalises to `[-1, 1]`.
+    """Build an image processor with the PIL backend that normalises to `[-1, 1]`.
 
-    transformers 5 names the PIL classes `...Pil` and gives the plain name to torchvision; before, the plain name was
-    the PIL class.
+    In transformers 5 the PIL classes are named `...Pil`, and the plain names are the torchvision classes.
 
     Args:
         name: The plain name of the class in transformers.
@@ -34,7 +33,7 @@ def image_processor(name: str, **kwargs: Any) -> Any:
 
 
 def llava_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """One square picture, one image token per patch (or per group of patches)."""
+    """Build a processor for one square image with one image token per patch, or per group of patches."""
     from transformers import LlavaProcessor
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
@@ -49,9 +48,10 @@ def llava_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def qwen_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Patches as rows with a grid. `Qwen2_5_VLProcessor` itself demands a video processor, which needs torchvision.
+    """Build a processor that returns patches as rows with a grid.
 
-    PaddleOCR-VL reads the same inputs with the same token type ids, without videos; transformers 4 does not have it.
+    `Qwen2_5_VLProcessor` requires a video processor, which needs torchvision. PaddleOCR-VL's makes the same inputs
+    without videos, but transformers 4 does not have it.
     """
     import transformers
 
@@ -75,7 +75,10 @@ def qwen_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def idefics_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Pictures as `(batch, images, ...)` with a mask. SmolVLM's own processor needs torchvision and num2words."""
+    """Build a processor that returns images as `(batch, images, ...)` with a mask.
+
+    SmolVLM's own processor needs torchvision and num2words.
+    """
     from transformers import Idefics3Processor
 
     pixels = image_processor(
@@ -94,7 +97,7 @@ def idefics_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) 
 
 
 def gemma_processor(family: str | Family, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """A fixed number of soft tokens per picture, and token type ids that let them see one another."""
+    """Build a processor with a fixed number of soft tokens per image, and bidirectional attention among them."""
     from transformers import Gemma3Processor
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
@@ -116,10 +119,10 @@ _BUILDERS = {
 
 
 def build_processor(family: str) -> ProcessorMixin | PreTrainedTokenizerBase:
-    """Build the processor of a family; for the text-only family, its tokenizer.
+    """Build the processor of a family, or the tokenizer of a text-only family.
 
-    Pictures of any size are resized to 32 x 32 and normalised to `[-1, 1]`, float32. A prompt may hold several
-    pictures in every family. All processors pad on the left.
+    Images of any size are resized to 32 x 32 and normalised to `[-1, 1]`, float32. In every family a prompt may
+    contain several images. All processors pad on the left.
 
     Args:
         family: One of `FAMILIES`.
@@ -138,11 +141,10 @@ def build_processor(family: str) -> ProcessorMixin | PreTrainedTokenizerBase:
 
 
 def generation_kwargs(processor: ProcessorMixin | PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return generation options under which no marker token is sampled.
+    """Return generation options that suppress marker tokens, for `generation_kwargs` of `GRPOConfig` or `RLOOConfig`.
 
-    A sampled image marker has no image feature to go with it and ends the run. TRL 1.16 suppresses
-    `config.image_token_id` by itself; older releases do not, and no release suppresses the other markers. Pass this
-    as `generation_kwargs` of `GRPOConfig` or `RLOOConfig`.
+    A sampled image marker has no image features, and the run would fail. TRL 1.16 suppresses only
+    `config.image_token_id`, and older releases suppress nothing.
 
     Args:
         processor: A processor or tokenizer.

@@ -1,7 +1,7 @@
-"""Qwen2.5-VL's processor for pictures alone, where transformers has no other that reads them the same way.
+"""Qwen2.5-VL's processor without videos, for transformers 4.
 
-Its own demands a video processor, which needs torchvision. transformers 5 has PaddleOCR-VL's instead; before, there is
-this one. `AutoProcessor` knows it once this module has been imported.
+Qwen2.5-VL's own processor requires a video processor, which needs torchvision. With transformers 5 the processor of
+PaddleOCR-VL is used instead. Importing this module registers the processor with `AutoProcessor`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Qwen25VLPictureProcessor(Qwen2_5_VLProcessor):
     """Qwen2.5-VL's processor without videos.
 
     Args:
-        image_processor: Makes rows of patches with a grid.
-        tokenizer: With `image_token` and `video_token`.
+        image_processor: An image processor that returns rows of patches with a grid.
+        tokenizer: A tokenizer with `image_token` and `video_token`.
         chat_template: The template.
         **kwargs: Passed on to `ProcessorMixin`.
     """
@@ -35,7 +35,7 @@ class Qwen25VLPictureProcessor(Qwen2_5_VLProcessor):
 
 
 class _Config(PretrainedConfig):
-    """What the processor is registered under: Qwen2.5-VL's own config keeps its own processor."""
+    """A config under which the processor is registered, because Qwen2.5-VL's config has its own processor."""
 
     model_type = "safe_trainers_qwen2_5_vl_pictures"
 

@@ -1,4 +1,4 @@
-"""Reward functions of the picture task, with the signature TRL's trainers call."""
+"""Reward functions of the image task, with the signature TRL's trainers call."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def completion_text(completion: Any) -> str:
-    """Return what a completion says, whatever form it comes in.
+    """Return the text of a completion.
 
     Args:
         completion: A string, a message, a list of messages, or anything else.
 
     Returns:
-        The text, without surrounding white space; empty for anything that holds none.
+        The text, without surrounding white space; empty if there is none.
     """
     if isinstance(completion, str):
         return completion.strip()
@@ -29,7 +29,7 @@ def completion_text(completion: Any) -> str:
 
 def _check_lengths(completions: Sequence[Any], solution: Sequence[str]) -> None:
     if len(completions) != len(solution):
-        raise ValueError(f"{len(completions)} completions for {len(solution)} solutions: give one solution for each.")
+        raise ValueError(f"{len(completions)} completions for {len(solution)} solutions: pass one solution for each.")
 
 
 def exact_match(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float]:
@@ -44,17 +44,16 @@ def exact_match(completions: Sequence[Any], solution: Sequence[str], **kwargs: A
         `B` rewards, 0 or 1.
 
     Raises:
-        ValueError: If the two are not equally many.
+        ValueError: If the numbers of completions and solutions differ.
     """
     _check_lengths(completions, solution)
     return [float(completion_text(c).lower() == s.lower()) for c, s in zip(completions, solution, strict=True)]
 
 
 def attribute_match(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float]:
-    """Reward the share of right words among count, colour and shape, each in its place.
+    """Reward the share of correct words among count, colour and shape, each in its position.
 
-    A longer text earns nothing: otherwise nothing but `exact_match` would ask for the end of the answer, and a model
-    that has stopped ending its answers would never find back.
+    A longer answer gets 0, because a model that has learnt not to end its answers would otherwise not recover.
 
     Args:
         completions: `B` completions, strings or conversations.
@@ -65,13 +64,13 @@ def attribute_match(completions: Sequence[Any], solution: Sequence[str], **kwarg
         `B` rewards: 0, 1/3, 2/3 or 1.
 
     Raises:
-        ValueError: If the two are not equally many.
+        ValueError: If the numbers of completions and solutions differ.
     """
     _check_lengths(completions, solution)
     rewards = []
     for completion, right in zip(completions, solution, strict=True):
-        wanted = right.lower().split()
-        said = completion_text(completion).lower().split()
-        hits = sum(a == b for a, b in zip(said, wanted, strict=False))
-        rewards.append(hits / len(wanted) if len(said) <= len(wanted) else 0.0)
+        expected = right.lower().split()
+        words = completion_text(completion).lower().split()
+        hits = sum(a == b for a, b in zip(words, expected, strict=False))
+        rewards.append(hits / len(expected) if len(words) <= len(expected) else 0.0)
     return rewards

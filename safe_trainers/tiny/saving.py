@@ -1,4 +1,4 @@
-"""Saved tiny checkpoints: a folder that `from_pretrained` and the trainers load without a network."""
+"""Saves tiny models as checkpoints that `from_pretrained` and the trainers load without network access."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def save(family: str, folder: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32") -> Path:
-    """Write a tiny model and its processor.
-
-    The folder appears complete or not at all: it is written beside its place and renamed. An existing folder is
-    replaced.
+    """Write a tiny model and its processor atomically. An existing checkpoint is replaced.
 
     Args:
         family: One of `FAMILIES`, or `"reward"` for the text-only reward model.
@@ -32,7 +29,7 @@ def save(family: str, folder: str | os.PathLike[str], *, seed: int = 0, dtype: s
 
     Raises:
         ValueError: If there is no such family or dtype.
-        FileExistsError: If `folder` exists and holds no `config.json`, i.e. is no checkpoint to replace.
+        FileExistsError: If `folder` exists and is not a checkpoint, because it contains no `config.json`.
     """
     resolve_dtype(dtype)
     if family == "reward":
@@ -48,7 +45,7 @@ def save(family: str, folder: str | os.PathLike[str], *, seed: int = 0, dtype: s
 def write(
     model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, folder: str | os.PathLike[str]
 ) -> Path:
-    """Write a model and its processor as one checkpoint, complete or not at all.
+    """Write a model and its processor as one checkpoint, atomically.
 
     Args:
         model: The model.
@@ -59,13 +56,13 @@ def write(
         The folder, absolute.
 
     Raises:
-        FileExistsError: If `folder` exists and holds no `config.json`, i.e. is no checkpoint to replace.
+        FileExistsError: If `folder` exists and is not a checkpoint, because it contains no `config.json`.
     """
     target = Path(folder).absolute()
     if target.exists() and not (target / "config.json").is_file() and any(target.iterdir()):
-        raise FileExistsError(f"{target} exists and is no checkpoint: give a new folder or remove it first.")
+        raise FileExistsError(f"{target} exists and is not a checkpoint: pass a new folder or remove it first.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the rename stays on one file system.
+    # In the parent folder, because a rename must stay on one file system.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         fresh = Path(scratch) / "new"
         model.save_pretrained(fresh)

@@ -1,7 +1,7 @@
-"""The picture task: 32 x 32 pictures with one to three equal shapes, and the datasets made of them.
+"""The image task: 32 x 32 images with one to three equal shapes, and the datasets made from them.
 
-Every picture is assigned to training or to the held-out part by its own hash, so the two are disjoint whatever the
-seeds are. The same holds for the texts of the preference data.
+The hash of each image decides whether it belongs to the training or to the held-out split, so the two are disjoint for
+all seeds. The same holds for the strings of the preference data.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _RGB: dict[str, tuple[int, int, int]] = {
 
 
 def split_of(content: bytes) -> str:
-    """Return the split that a picture's or text's bytes belong to.
+    """Return the split of an image or a string.
 
     Args:
-        content: `H * W * 3` bytes of an RGB picture, or an encoded text.
+        content: `H * W * 3` bytes of an RGB image, or an encoded string.
 
     Returns:
         `"heldout"` for a quarter of all contents, else `"train"`.
@@ -46,7 +46,7 @@ def split_of(content: bytes) -> str:
 
 def _draw_shape(pixels: np.ndarray, shape: str, colour: np.ndarray, cell: int, rng: np.random.Generator) -> None:
     """Paint one shape into one of the four cells of `pixels` (`(H, W, 3)`, float64)."""
-    # Circles are smaller: with patches of 8 pixels the corners alone would take a tiny tower most of the run to see.
+    # Circles are smaller than squares, because a tiny tower takes long to learn to tell them apart by their corners.
     radius = rng.uniform(5.2, 6.2) if shape == "circle" else rng.uniform(6.2, 7.2)
     reach = _CELL / 2 - radius - 0.5
     row = (cell // 2) * _CELL + _CELL / 2 - 0.5 + rng.uniform(-reach, reach)
@@ -60,20 +60,20 @@ def _draw_shape(pixels: np.ndarray, shape: str, colour: np.ndarray, cell: int, r
 
 
 def draw(answer: str, rng: np.random.Generator) -> Image.Image:
-    """Draw a picture for an answer.
+    """Draw an image for an answer.
 
-    The cells, places within them, sizes, brightness and background are drawn anew for each picture; the shapes of one
-    picture share colour and kind.
+    Cells, positions in the cells, sizes, brightness and background are random; the shapes of one image have the same
+    colour and kind.
 
     Args:
         answer: One of `ANSWERS`.
         rng: Source of randomness.
 
     Returns:
-        A 32 x 32 RGB picture.
+        A 32 x 32 RGB image.
 
     Raises:
-        ValueError: If the answer is none of the task.
+        ValueError: If it is not an answer of the task.
     """
     count, colour, shape = parts(answer)
     pixels = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), rng.uniform(10, 50)) + rng.normal(0, 8, (IMAGE_SIZE, IMAGE_SIZE, 3))
@@ -90,24 +90,24 @@ def _check_size(n: int) -> None:
 
 
 def _balanced_answers(n: int, rng: np.random.Generator) -> list[str]:
-    """Return `n` answers in random order, each as often as any other, give or take one."""
+    """Return `n` answers in random order, each equally often up to a difference of one."""
     rounds = [rng.permutation(len(ANSWERS)) for _ in range(-(-n // len(ANSWERS)))]
     return [ANSWERS[index] for index in np.concatenate(rounds)[:n]]
 
 
-def pictures(
+def draw_images(
     n: int, seed: int = 0, split: str = "train", *, shuffle_images: bool = False
 ) -> tuple[list[Image.Image], list[str]]:
-    """Draw pictures with their answers.
+    """Draw images with their answers.
 
     Args:
-        n: How many.
-        seed: Seed; the same seed gives the same pictures.
-        split: `"train"` or `"heldout"`; no picture is ever in both.
-        shuffle_images: Permute the pictures among the answers, as a control: nothing can be learnt from them.
+        n: Number of images.
+        seed: Seed; the same seed gives the same images.
+        split: `"train"` or `"heldout"`; no image is in both.
+        shuffle_images: Permute the images among the answers, as a control from which nothing can be learnt.
 
     Returns:
-        `n` 32 x 32 RGB pictures and `n` answers, all 24 answers equally often (give or take one).
+        `n` 32 x 32 RGB images and `n` answers, all 24 answers equally often up to a difference of one.
 
     Raises:
         ValueError: If there is no such split, or `n < 1`.
@@ -128,7 +128,7 @@ def pictures(
 
 
 def _image_dataset(columns: dict[str, list[Any]]) -> Dataset:
-    """Build a dataset whose `image` column decodes to PIL pictures."""
+    """Build a dataset whose `image` column decodes to PIL images."""
     from datasets import Dataset
     from datasets import Image as ImageFeature
 
@@ -144,9 +144,9 @@ def prompt_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_image
 
     Args:
         n: Number of rows.
-        seed: Seed of the pictures.
+        seed: Seed of the images.
         split: `"train"` or `"heldout"`.
-        shuffle_images: Permute the pictures among the rows, as a control.
+        shuffle_images: Permute the images among the rows, as a control.
 
     Returns:
         Columns `prompt` (conversation), `image` (32 x 32 RGB) and `solution` (str).
@@ -154,7 +154,7 @@ def prompt_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_image
     Raises:
         ValueError: If there is no such split, or `n < 1`.
     """
-    images, answers = pictures(n, seed, split, shuffle_images=shuffle_images)
+    images, answers = draw_images(n, seed, split, shuffle_images=shuffle_images)
     return _image_dataset({"prompt": [_question() for _ in answers], "image": images, "solution": answers})
 
 
@@ -166,25 +166,25 @@ def sft_dataset(
     shuffle_images: bool = False,
     bias: float = 0.0,
 ) -> Dataset:
-    """Build the dataset for fine-tuning on the answers alone (`completion_only_loss`).
+    """Build the dataset for fine-tuning with `completion_only_loss`.
 
     Args:
         n: Number of rows.
-        seed: Seed of the pictures.
+        seed: Seed of the images.
         split: `"train"` or `"heldout"`.
-        shuffle_images: Permute the pictures among the rows, as a control.
-        bias: Share of the rows, 0 to 1, whose answer names the first colour whatever the picture shows. A model that
-            is trained on them prefers that colour, and knows better: what a reward can bring out.
+        shuffle_images: Permute the images among the rows, as a control.
+        bias: Share of the rows, 0 to 1, whose answer names the first colour whatever the image shows. A model trained
+            on them prefers this colour but can still see the others, so a reward can correct it.
 
     Returns:
         Columns `prompt` and `completion` (conversations) and `image` (32 x 32 RGB).
 
     Raises:
-        ValueError: If there is no such split, `n < 1`, or `bias` is no share.
+        ValueError: If the split does not exist, `n < 1`, or `bias` is not between 0 and 1.
     """
-    images, answers = pictures(n, seed, split, shuffle_images=shuffle_images)
+    images, answers = draw_images(n, seed, split, shuffle_images=shuffle_images)
     if not 0 <= bias <= 1:
-        raise ValueError(f"bias={bias} is no share between 0 and 1")
+        raise ValueError(f"bias must be between 0 and 1, got {bias}")
     biased = np.random.default_rng([seed, SPLITS.index(split), len(answers)]).random(len(answers)) < bias
     for row in np.flatnonzero(biased):
         count, _, shape = parts(answers[row])
@@ -194,13 +194,13 @@ def sft_dataset(
 
 
 def _sentences(rng: np.random.Generator) -> tuple[str, str]:
-    """Return a sentence that is right and one in which a noun disagrees with its number word."""
+    """Return a correct sentence, and one in which a noun disagrees with its number word."""
     right, wrong = [], []
     size = int(rng.integers(1, 3))
     broken = int(rng.integers(size))
     for index in range(size):
         count, colour, shape = (str(rng.choice(words)) for words in (COUNTS, COLOURS, SHAPES))
-        # "one" takes the singular, the others the plural; the wrong sentence swaps the two.
+        # The wrong sentence has a plural after "one", or a singular after "two" or "three".
         other = COUNTS[1] if count == COUNTS[0] else COUNTS[0]
         right.append(f"{count} {colour} {noun(shape, count)}")
         wrong.append(f"{count} {colour} {noun(shape, other)}" if index == broken else right[-1])
@@ -211,13 +211,12 @@ def preference_dataset(n: int, seed: int = 0, split: str = "train") -> Dataset:
     """Build the text-only dataset for reward modelling.
 
     The chosen answer describes one or two groups of shapes; in the rejected one a noun disagrees with its number
-    word ("two red square", "one blue circles"). Which words occur does not tell the two apart, only how they go
-    together.
+    word ("two red square", "one blue circles"). Single words do not distinguish the two, only combinations.
 
     Args:
         n: Number of pairs.
         seed: Seed of the pairs.
-        split: `"train"` or `"heldout"`; no chosen answer is ever in both.
+        split: `"train"` or `"heldout"`; no chosen answer is in both.
 
     Returns:
         Columns `chosen` and `rejected`, conversations of two messages.

@@ -1,4 +1,4 @@
-"""A tokenizer made from nothing: one token per word of the task, bytes for everything else."""
+"""A tokenizer with one token per word of the task, and bytes for everything else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
-# How GPT-2 and its many descendants mark a leading space in a byte-level vocabulary.
+# The mark of a leading space in byte-level vocabularies such as GPT-2's.
 _SPACE = "\u0120"
 
 _TEMPLATE = """\
@@ -45,11 +45,11 @@ def chat_template(family: str | Family) -> str:
     """Return the chat template of a family.
 
     A prompt rendered with `add_generation_prompt=True` is a prefix of the prompt with its answer, and an answer ends
-    with the end-of-sequence token, which is what completion-only fine-tuning needs. `{% generation %}` marks what the
-    assistant says.
+    with the end-of-sequence token, as completion-only fine-tuning requires. `{% generation %}` marks the messages of
+    the assistant.
 
     Args:
-        family: One of `FAMILIES`, or the specification of a family that is none of them.
+        family: One of `FAMILIES`, or the specification of another family.
 
     Returns:
         A Jinja template.
@@ -61,7 +61,7 @@ def chat_template(family: str | Family) -> str:
 
 
 def _vocabulary(spec: Family) -> dict[str, int]:
-    """Return `token -> id`: special tokens, roles, markers, the 256 bytes, then the words of the task."""
+    """Return the ids by token: special tokens, roles, markers, the 256 bytes, then the words of the task."""
     from tokenizers import pre_tokenizers
 
     words = task_words()
@@ -75,12 +75,11 @@ def _vocabulary(spec: Family) -> dict[str, int]:
 def build_tokenizer(family: str | Family) -> PreTrainedTokenizerFast:
     """Build the tokenizer of a family.
 
-    Each word of the task is one token, with and without a leading space; any other text falls back to its UTF-8
-    bytes, so that every string encodes and decodes back to itself. There are no merges to train: the model looks a
-    word up whole first.
+    Each word of the task is one token, with and without a leading space. Other text is encoded as UTF-8 bytes, so that
+    every string can be decoded exactly. The tokenizer needs no merges: `ignore_merges` looks up whole words first.
 
     Args:
-        family: One of `FAMILIES`, or the specification of a family that is none of them.
+        family: One of `FAMILIES`, or the specification of another family.
 
     Returns:
         A fast tokenizer that pads on the left, with chat template and multimodal tokens set.
@@ -112,13 +111,13 @@ def build_tokenizer(family: str | Family) -> PreTrainedTokenizerFast:
         padding_side="left",
         truncation_side="left",
         model_max_length=1024,
-        model_input_names=["input_ids", "attention_mask"],  # transformers 4.57 adds token types, which no model takes
+        model_input_names=["input_ids", "attention_mask"],  # without the token types that transformers 4.57 adds
         clean_up_tokenization_spaces=False,
     )
 
 
 def marker_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the ids that no answer may contain: multimodal markers, roles, padding, unknown.
+    """Return the ids that must not be sampled: multimodal markers, roles, padding, unknown.
 
     Args:
         tokenizer: A tokenizer of this package, or any other.

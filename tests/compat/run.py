@@ -6,7 +6,7 @@
     python tests/compat/run.py --pairs trl-1.4 -- tests/test_media.py -x    # pytest there; writes nothing
 
 Each pair has an environment of its own in `.compat/`, made from the package index and used again until its pins or
-`pyproject.toml` change. The results go to `benchmarks/results/compat.json`, of which `docs/build.py` makes
+`pyproject.toml` change. The results go to `benchmarks/results/compat.json`, of which `tools/build_docs.py` makes
 `docs/versions.md`.
 """
 
@@ -73,30 +73,31 @@ PAIRS = (
 )
 
 NOT_CORE = {
-    "tests/test_project.py": "about the project's files",
-    "tests/test_docs.py": "about the pages, which are made with the newest pair",
-    "tests/test_docs_run.py": "about the pages, which are made with the newest pair",
-    "tests/test_package.py": "about the public surface, the same in each environment, and how long its import takes",
-    "tests/test_configs.py": "about the files of accelerate's settings",
-    "tests/test_schema.py": "about the keys of recipes, which are written down for the newest pair",
-    "tests/test_recipes.py": "about recipes, whose keys are those of the newest TRL",
-    "tests/test_validation.py": "about recipes, whose keys are those of the newest TRL",
-    "tests/test_catalogue.py": "about error texts, which are those of the newest pair",
-    "tests/test_policing.py": "about the tests' own fixtures",
-    "tests/test_doctor.py": "about the machine and what is installed",
-    "tests/test_explain.py": "about error texts, which are those of the newest pair",
-    "tests/test_plot.py": "runs nothing of upstream's",
-    "tests/test_recipe_file.py": "runs nothing of upstream's",
-    "tests/test_report.py": "runs nothing of upstream's",
-    "tests/integration/test_cost.py": "about what was measured with the newest pair",
-    "tests/test_growth.py": "about what was measured with the newest pair",
-    "tests/test_families.py": "about what the newest pair does with the families of the evidence",
-    "tests/integration/test_wheel.py": "builds the package with tools that are not installed here",
-    "tests/compat/test_swapped.py": "runs suites that are written against the newest TRL, twice",
-    "tests/distributed": "several processes: minutes, and run by itself",
+    "tests/test_project.py": "checks the files of the project",
+    "tests/test_docs.py": "checks the documentation, which is generated with the latest pair",
+    "tests/test_docs_run.py": "checks the documentation, which is generated with the latest pair",
+    "tests/test_package.py": "checks the public API, which is the same in each environment, and its import time",
+    "tests/recipes/test_configs.py": "checks the launch configs",
+    "tests/recipes/test_schema.py": "checks the schema of recipes for the latest pair",
+    "tests/recipes/test_recipes.py": "checks recipes, which have the keys of the latest TRL",
+    "tests/recipes/test_validation.py": "checks recipes, which have the keys of the latest TRL",
+    "tests/explain/test_catalogue.py": "checks error messages of the latest pair",
+    "tests/test_policing.py": "checks the fixtures of the tests",
+    "tests/doctor/test_doctor.py": "depends on the machine and the installed packages",
+    "tests/explain/test_explain.py": "checks error messages of the latest pair",
+    "tests/cli/test_plot.py": "runs no upstream code",
+    "tests/recipes/test_recipe_file.py": "runs no upstream code",
+    "tests/report/test_report.py": "runs no upstream code",
+    "tests/integration/test_cost.py": "checks measurements with the latest pair",
+    "tests/test_growth.py": "checks measurements with the latest pair",
+    "tests/tiny/test_families.py": "checks the families of the evidence with the latest pair",
+    "tests/integration/test_wheel.py": "needs build tools that are not installed",
+    "tests/compat/test_swapped.py": "runs tests twice that are written for the latest TRL",
+    "tests/distributed": "runs several processes for minutes, in its own target",
     "tests/gpu": "needs a CUDA device",
+    "tests/real_vllm": "needs vLLM, which pins its own versions",
 }
-"""What of the default suite is not in the core suite, and why; nor is what is marked `slow`, `matrix` or `gpu`."""
+"""Tests that are not core tests, with the reasons; tests marked `slow`, `matrix` or `gpu` are excluded too."""
 
 MARKERS = "not slow and not matrix and not gpu"
 

@@ -3,7 +3,7 @@
 import run
 from packaging.version import Version
 
-from safe_trainers.versions import SUPPORTED
+from safe_trainers.core.versions import SUPPORTED
 
 
 CASES = """<testsuites><testsuite>

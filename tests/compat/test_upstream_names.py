@@ -19,9 +19,13 @@ import transformers
 import trl
 
 import safe_trainers
-from safe_trainers.captures import ENGINE, FUSER, MAKER, VLLM_MODULE
-from safe_trainers.contract import BUFFER_METHOD, ROLLOUT_METHOD, trl_bases
-from safe_trainers.mixin import PrecisionBase, PrecisionMixin
+from safe_trainers.core.patches import PATCHES
+from safe_trainers.core.trl import BUFFER_METHOD, ROLLOUT_METHOD, VLLM_MODULE, trl_bases
+from safe_trainers.trainer.base import PrecisionBase
+from safe_trainers.trainer.mixin import PrecisionMixin
+
+
+(MAKER,), (FUSER,), (ENGINE,) = (PATCHES[patch].names for patch in ("peft-maker", "fused-head", "vllm-engine"))
 
 
 PACKAGE = Path(safe_trainers.__file__).parent

@@ -159,7 +159,7 @@ def run(
     from policing import reset_accelerate
 
     from safe_trainers import PrecisionError
-    from safe_trainers.file_checks import safetensors_dtypes
+    from safe_trainers.checkpoint.integrity import safetensors_dtypes
     from safe_trainers.testing import fp16_on_cpu
 
     reset_accelerate()
@@ -228,7 +228,7 @@ def run(
                 watch.found["saved"] = {
                     name: dtype for file in files for name, dtype in safetensors_dtypes(file).items()
                 }
-        report = trainer.precision_report.to_dict() if safe else None
+        report = trainer.precision.report.to_dict() if safe else None
         return {**facts(trainer), **watch.found, "logs": trainer.state.log_history, "report": report}
 
 

@@ -17,9 +17,10 @@ if __name__ == "__main__":
 
 import pytest
 import torch
-from test_mismatch import LIMITS, as_rows, batch, reference
+from mismatch_reference import LIMITS, as_rows, batch, reference
 
-from safe_trainers.mismatch import combine, metrics, tally
+from safe_trainers.rollout.mismatch import combine, metrics, tally
+from safe_trainers.rollout.mismatch_meter import MismatchMeter
 
 
 PROCESSES = 2
@@ -77,14 +78,14 @@ def child(folder):
     result = {}
     for task, changes in CELLS.items():
         trainer, result[task] = train(task, changes)
-    record = trainer._mismatch
+    record = trainer.precision[MismatchMeter]
     for name, which in (("shares", SHARES), ("alone", ALONE)):
         tallies = [tally(*one, LIMITS[1]) for one in shares(which, rank)]
-        record.forget("train")
+        record.on_train_begin()
         if tallies:
             record.own["train"] = combine(torch.stack(tallies))
-        record.gather("train")
-        result[name] = metrics(record.everyone["train"], "bfloat16", LIMITS[1])
+        record.before_log("train")
+        result[name] = metrics(record.gathered["train"], "bfloat16", LIMITS[1])
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
 
 

@@ -241,14 +241,14 @@ def test_one_report_per_run_which_names_the_engine(engine, together):
         assert report["facts"]["engine"] == f"{name}, 2 processes"
         assert [verdict["level"] for verdict in report["verdicts"]].count("ok") == 1, report["verdicts"]
         choices = {row["decision"]: row["value"] for row in report["tables"]["policy"]}
-        assert choices.get("gathered weights") == ("as held" if engine == "fsdp2" else None)
+        assert choices.get("gathered weights") == ("as stored" if engine == "fsdp2" else None)
 
 
 def test_trainables_that_accelerate_widens_are_planned_wide(together):
     for found in together("fsdp2").found("half"):
         assert found["trained_dtypes"] == ["torch.float32"]
         changed = found["report"]["tables"]["changed from stock"]
-        assert any("what FSDP2 trains under autocast" in row["why"] for row in changed)
+        assert any("with FSDP2 under autocast" in row["why"] for row in changed)
 
 
 @pytest.mark.skipif("qlora" not in TOGETHER, reason="bitsandbytes is not installed here")

@@ -4,7 +4,7 @@ import cells
 import pytest
 from cells import Cell
 
-from safe_trainers.device import detect_device
+from safe_trainers.core.device import detect_device
 
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from safe_trainers.scaler import unscalable
+from safe_trainers.core.device import unscalable_dtypes
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")]
@@ -50,7 +50,7 @@ def build(task, quantized, safe=True, flag="fp16", steps=15, **changes):
 
 
 def test_what_the_real_scaler_refuses():
-    assert unscalable("cuda") >= {"float16"}
+    assert unscalable_dtypes("cuda") >= {"float16"}
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device="cuda"))
     weight.grad = torch.ones_like(weight)
     scaler = torch.amp.GradScaler("cuda")
@@ -60,11 +60,11 @@ def test_what_the_real_scaler_refuses():
         refused = False
     except NotImplementedError as error:
         refused = CUDA_BF16 in str(error)
-    assert refused == ("bfloat16" in unscalable("cuda"))
+    assert refused == ("bfloat16" in unscalable_dtypes("cuda"))
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and "bfloat16" not in unscalable("cuda"), reason="this torch unscales bfloat16"
+    torch.cuda.is_available() and "bfloat16" not in unscalable_dtypes("cuda"), reason="this torch unscales bfloat16"
 )
 @pytest.mark.parametrize("quantized", QUANTIZED)
 @pytest.mark.parametrize("task", TASKS)

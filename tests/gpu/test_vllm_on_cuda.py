@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from vllm_stand_in import forget_process
 
 from safe_trainers import PrecisionError
+from safe_trainers.rollout.alignment import RolloutAlignment
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")]
@@ -88,7 +89,7 @@ def test_the_base_keeps_its_bits_and_the_engine_gets_what_is_sent(folder, monkey
         trainer.vllm_generation.sync_weights()
     after = dict(trainer.model.named_parameters())
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
-    sent = dict(trainer._sync.named_weights())
+    sent = dict(trainer.precision[RolloutAlignment].sync.named_weights())
     runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
     held = dict(runner.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(held, sent["model.layers.0.mlp.down_proj.weight"])
@@ -109,7 +110,7 @@ def test_a_4_bit_base_trains(folder, monkeypatch):
 def test_what_vllm_refuses_in_float16_is_on_our_list():
     from vllm.config import model as config
 
-    from safe_trainers.engine import FLOAT16_REFUSED
+    from safe_trainers.rollout.vllm import FLOAT16_REFUSED
 
     assert set(config._FLOAT16_NOT_SUPPORTED_MODELS) <= FLOAT16_REFUSED
 

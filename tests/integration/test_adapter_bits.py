@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from safe_trainers.census import quantization_method
+from safe_trainers.model.inventory import quantization_method
 
 
 pytest.importorskip("bitsandbytes")

@@ -53,7 +53,7 @@ def test_stock_generates_in_another_dtype_than_it_trains_in(lora):
     probe = probed(Cell("llava", "grpo", "fp32", "bf16", lora, beta=0.1), safe=False)
     if not lora and not generate_asks_the_tower_first():
         assert probe.disagreements == []
-        pytest.skip("this transformers generates inside of the forward that accelerate wraps in autocast")
+        pytest.skip("this transformers generates inside the forward that accelerate wraps in autocast")
     assert any(line.startswith("vision_tower computes in float32 in rollout") or
                line.startswith("vision_tower computes in bfloat16 in scoring, float32 in rollout")
                for line in probe.disagreements)  # fmt: skip

@@ -9,8 +9,8 @@ from policing import reset_accelerate
 from rich.console import Console
 
 from safe_trainers import SafeGRPOTrainer
-from safe_trainers.cli.train import run_recipe
-from safe_trainers.recipes import read_recipe
+from safe_trainers.cli.run_recipe import run_recipe
+from safe_trainers.recipes.load import read_recipe
 from safe_trainers.testing import fp16_on_cpu
 
 
@@ -32,9 +32,9 @@ def test_the_recipe_in_fp16_is_real(tmp_path):
                           "--evaluation_size", "8", "--per_device_train_batch_size", "8")  # fmt: skip
     assert trainer.accelerator.native_amp
     assert trainer.accelerator.scaler is not None
-    assert trainer.precision_policy.autocast.value == "float16"
-    assert trainer.precision_census.weights == {"float16"}
-    assert set(trainer.precision_census.trainable) == {"float32"}
+    assert trainer.precision.policy.autocast.text == "float16"
+    assert trainer.precision.model.weights == {"float16"}
+    assert set(trainer.precision.model.trainable) == {"float32"}
 
 
 @pytest.mark.slow

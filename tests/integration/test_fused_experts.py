@@ -17,11 +17,10 @@ from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from safe_trainers import tiny
-from safe_trainers.boundaries import guard_leaves
-from safe_trainers.dtypes import from_torch
-from safe_trainers.fused import guard_fused
-from safe_trainers.layout import reconcile
+from safe_trainers.boundaries.cast_hooks import guard_fused, guard_leaves
+from safe_trainers.core.dtypes import from_torch
 from safe_trainers.testing import fp16_on_cpu
+from safe_trainers.weights.unify_dtypes import make_computable
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
@@ -182,19 +181,19 @@ def question(model, case):
 def what_it_took(done):
     if not done.casts:
         return "boundaries" if done.guarded else "nothing"
-    return "vectors" if any("cannot compute" in cast.reason for cast in done.casts) else "matrices"
+    return "vectors" if any("vectors have the dtype" in cast.reason for cast in done.casts) else "matrices"
 
 
 @pytest.mark.parametrize("case", cells.sliced(TABLE, "family", "kind", "wide", "mixed_precision"))
 def test_adapters_train_on_weights_that_disagree(case):
     if case.experts == "grouped_mm" and not GROUPED_CASTS:
-        pytest.skip("grouped_mm of this transformers casts nothing by itself: other weights meet than in the table")
+        pytest.skip("grouped_mm of this transformers does not cast, so that other dtypes meet than in the table")
     model = adapted(case)
     wide = copy.deepcopy(model).float()
     error, loss, _, gradients = step(model, case)
     stock_computes = error is None
     assert stock_computes or "dtype" in error
-    done = reconcile(model, case.autocast or "as loaded", question(model, case))
+    done = make_computable(model, frozenset({case.autocast} if case.autocast else ()), question(model, case))
     assert done.error is None
     assert (what_it_took(done) == "nothing") == stock_computes
     if FUSES:
@@ -232,7 +231,7 @@ def test_float32_inputs_meet_adapters_also_where_peft_does_not_cast_them(family,
     model = adapted(case)
     with disable_input_dtype_casting(model):
         assert "dtype" in step(model, case)[0]
-        assert reconcile(model, "bfloat16", question(model, case)).error is None
+        assert make_computable(model, frozenset({"bfloat16"}), question(model, case)).error is None
         error, _, _, gradients = step(model, case)
     assert error is None
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients.values())
@@ -316,7 +315,9 @@ def test_a_reconciled_model_trains_where_stock_stops(task, family, wide, kind):
         trained(cells.STOCK[task], arguments(task, None, kind, live(family, wide)))
     cells.reset_autocast()
     model = live(family, wide)
-    done = reconcile(model, "as loaded", question(model, Case(family, kind, wide, "eager", "bf16", "base", None)))
+    done = make_computable(
+        model, frozenset(), question(model, Case(family, kind, wide, "eager", "bf16", "base", None))
+    )
     assert done.error is None
     assert done.guarded > 0
     trained(cells.STOCK[task], arguments(task, None, kind, model))
@@ -338,7 +339,7 @@ def test_a_safe_trainer_reconciles_a_model_that_it_is_given(task, family, wide, 
     made = arguments(task, None, kind, live(family, wide))
     torch.manual_seed(0)
     trainer = cells.SAFE[task](**made)
-    done = trainer.precision_preparation.layout
+    done = trainer.precision.weights.layout
     kept = {name: from_torch(p.dtype) for name, p in trainer.model.named_parameters() if "lora" not in name}
     if FUSES:
         assert what_it_took(done) == takes
@@ -367,7 +368,7 @@ def test_a_float16_gpt_oss_trains_under_the_loss_scaler_with_its_norms_in_float3
     made = arguments("sft", "fp16", kind, model_init_kwargs={"dtype": "float16"})
     torch.manual_seed(0)
     trainer = fp16_on_cpu(cells.SAFE["sft"])(**made)
-    assert trainer.precision_census.weights == {"float16", "float32"}
+    assert trainer.precision.model.weights == {"float16", "float32"}
     trainer.train()
     assert trainer.accelerator.scaler is not None
     held = {name: p.dtype for name, p in trainer.model.named_parameters()}

@@ -187,7 +187,7 @@ def test_half_trainables_are_float32_before_the_optimizer_exists(what):
     trained = {name: p for name, p in safe.model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
     assert all(torch.equal(p, halves[name].float()) for name, p in trained.items() if name in halves)
-    assert "MiB more: the loss scaler cannot unscale float16 gradients" in str(safe.precision_preparation)
+    assert "MiB more: the loss scaler cannot unscale float16 gradients" in str(safe.precision.weights)
     safe.train()
     assert watch.autocast == {torch.float16}
     assert {p.dtype for group in safe.optimizer.param_groups for p in group["params"]} == {torch.float32}
@@ -202,7 +202,7 @@ def test_upcasting_can_be_refused():
     )
     assert "drop `upcast_trainables=False` (float32 takes 0." in message
     trainer, _ = build("sft", load("sft", torch.float32), upcast_trainables=False)
-    assert trainer.precision_policy.master.value == "float32"
+    assert trainer.precision.policy.master.text == "float32"
 
 
 def test_bf16_adapters_under_fp16_are_refused():
@@ -216,7 +216,7 @@ def test_half_weights_trained_under_bf16_are_warned_about_with_the_share_that_is
         with pytest.warns(PrecisionWarning, match=r"\[half-trainables\]") as caught:
             build("sft", load("sft", torch.bfloat16), flag="bf16", learning_rate=rate)
         (text,) = [str(w.message) for w in caught if "half-trainables" in str(w.message)]
-        assert f"at learning_rate={rate:g} " in text
+        assert f"at learning_rate={rate:g}, " in text
         rates[rate] = int(text.split("% of their first updates")[0].split()[-1])
     assert rates[1e-3] < 20 < 80 < rates[1e-6]
 

@@ -12,9 +12,9 @@ import torch
 import vllm_stand_in
 from cells import Cell
 from datasets import Dataset
+from mismatch_reference import reference
 from peft import LoraConfig
 from policing import reset_accelerate
-from test_mismatch import reference
 from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
 from upstream import (
     CLIP_MAX,
@@ -26,8 +26,8 @@ from upstream import (
 )
 
 from safe_trainers import PrecisionError, SafeGRPOConfig, SafeGRPOTrainer, tiny
-from safe_trainers.metrics import _with_finite_weights, limits_of
-from safe_trainers.sampled import SAMPLER_KEY
+from safe_trainers.rollout.logprob_recorder import SAMPLER_KEY
+from safe_trainers.rollout.mismatch_meter import _with_finite_weights, limits_of
 from safe_trainers.testing import fp16_on_cpu
 
 
@@ -473,7 +473,7 @@ def test_importance_weights_that_are_not_finite_are_refused_where_stock_loses_it
     with pytest.raises(PrecisionError, match="importance-weights-not-finite") as refused:
         trainer.train()
     assert "4 of 16 importance weights are not finite" in str(refused.value)
-    assert f"`{CLIP_MAX}=3.0`" in str(refused.value)
+    assert f"{CLIP_MAX}=3.0" in str(refused.value)
     vllm_stand_in.forget_process(monkeypatch)
     trainer = sampled_by_vllm(monkeypatch, -math.inf, **UNLIMITED | {CLIP_MAX: 3.0})
     trainer.train()
@@ -494,11 +494,11 @@ def test_a_missing_importance_weight_names_what_mends_it():
 
 
 def absent(caplog, cell, why, trainer_class=None, **changes):
-    with caplog.at_level(logging.WARNING, "safe_trainers.metrics"):
+    with caplog.at_level(logging.WARNING, "safe_trainers.rollout.mismatch_meter"):
         trainer = train(cell, trainer_class, steps=3, **changes)
     assert [ours(entry) for entry in logged(trainer)] == [{}] * 3
-    said = [record.getMessage() for record in caplog.records if record.name == "safe_trainers.metrics"]
-    assert said == [f"precision/logp_mismatch_* are absent: {why}"]
+    said = [record.getMessage() for record in caplog.records if record.name == "safe_trainers.rollout.mismatch_meter"]
+    assert said == [f"precision/logp_mismatch_* are not logged: {why}"]
     return trainer
 
 
@@ -518,7 +518,7 @@ def test_continuous_batching_gives_none(task, caplog):
     trainer = absent(
         caplog,
         Cell("text", task, "fp32", None),
-        "use_transformers_continuous_batching=True samples without giving log-probabilities",
+        "use_transformers_continuous_batching=True does not return log-probabilities",
         use_transformers_continuous_batching=True,
         transformers_continuous_batching_config={"num_blocks": 32, "max_batch_tokens": 64},
     )
@@ -531,11 +531,11 @@ def test_dropout_is_not_measured_as_mismatch(task, caplog):
     made = cells.arguments(cell, cells.SAFE_CONFIG[task], steps=2, per_device_eval_batch_size=4)
     adapter = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     trainer = cells.SAFE[task](**made, peft_config=adapter, eval_dataset=made["train_dataset"].select(range(4)))
-    with caplog.at_level(logging.WARNING, "safe_trainers.metrics"):
+    with caplog.at_level(logging.WARNING, "safe_trainers.rollout.mismatch_meter"):
         trainer.train()
     assert [ours(entry) for entry in logged(trainer)] == [{}] * 2
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "safe_trainers.metrics"]
-    assert "dropout is active in rollout and loss" in said
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "safe_trainers.rollout.mismatch_meter"]
+    assert "dropout is active, and differs between rollout and loss" in said
     assert trainer.evaluate()[f"eval_{MAX}"] < EXACT
 
 
@@ -548,13 +548,15 @@ def test_dropout_that_is_no_module_is_found(caplog):
                            num_hidden_layers=1, word_embed_proj_dim=16, max_position_embeddings=256)  # fmt: skip
         made = cells.arguments(Cell("text", "grpo", "fp32", None), SafeGRPOConfig, model_init_kwargs=None)
         model = OPTForCausalLM(config)
-        with caplog.at_level(logging.WARNING, "safe_trainers.metrics"):
+        with caplog.at_level(logging.WARNING, "safe_trainers.rollout.mismatch_meter"):
             trainer = SafeGRPOTrainer(**made | {"model": model}, processing_class=tokenizer)
             trainer.train()
-        said = [record.getMessage() for record in caplog.records if record.name == "safe_trainers.metrics"]
+        said = [
+            record.getMessage() for record in caplog.records if record.name == "safe_trainers.rollout.mismatch_meter"
+        ]
         if rate:
             assert [ours(entry) for entry in logged(trainer)] == [{}] * 2
-            assert "dropout is active in rollout and loss" in said[0]
+            assert "dropout is active, and differs between rollout and loss" in said[0]
         else:
             assert not said
             assert max(entry[MAX] for entry in logged(trainer)) < EXACT
@@ -627,7 +629,7 @@ def test_an_infinite_reward_is_refused_where_stock_trains_on(task, value):
     with pytest.raises(PrecisionError, match="infinite-rewards") as refused:
         safe.train()
     assert "1 of 4 rewards of length_ratio are infinite" in str(refused.value)
-    assert "let length_ratio return a finite number" in str(refused.value)
+    assert "return a finite number from length_ratio" in str(refused.value)
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
@@ -650,7 +652,7 @@ def test_a_reward_weight_that_is_no_number_is_refused_where_stock_trains_on(weig
     with pytest.raises(PrecisionError, match="reward-weights-not-finite") as refused:
         cells.SAFE["grpo"](**made)
     assert f"reward_weights=[2.0, {weight}]" in str(refused.value)
-    assert "`reward_weights=[2.0, 1.0]`" in str(refused.value)
+    assert "reward_weights=[2.0, 1.0]" in str(refused.value)
 
 
 # ---- What it shows ----

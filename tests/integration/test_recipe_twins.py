@@ -16,10 +16,11 @@ from upstream import why_not_built
 
 import safe_trainers
 from safe_trainers import tiny
-from safe_trainers.cli.train import run_recipe
-from safe_trainers.recipes import TASKS, read_recipe
+from safe_trainers.cli.run_recipe import run_recipe
+from safe_trainers.model.parts import is_quantized
+from safe_trainers.recipes.keys import TASKS
+from safe_trainers.recipes.load import read_recipe
 from safe_trainers.testing import fp16_on_cpu
-from safe_trainers.towers import is_quantized
 
 
 ROOT = Path(__file__).parent.parent.parent / "recipes"
@@ -109,7 +110,7 @@ def test_the_twin_of_a_recipe_trains_two_steps(name, folder, tmp_path, monkeypat
     assert all(math.isfinite(entry["loss"]) for entry in steps)
     assert all(entry["grad_norm"] > 0 for entry in steps)
     compute = "float16" if values.get("fp16") else "bfloat16"
-    assert trainer.precision_policy.compute.value == compute
+    assert trainer.precision.policy.compute.text == compute
     assert trainer.accelerator.scaler is not None if values.get("fp16") else trainer.accelerator.scaler is None
     parameters = list(trainer.model.parameters())
     assert any(map(is_quantized, parameters)) == values.get("load_in_4bit", False)

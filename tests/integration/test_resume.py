@@ -23,16 +23,15 @@ from cells import Cell
 from datasets import Dataset, IterableDataset
 from kill_child import INSTANTS, KILLED_AT
 from transformers.trainer_utils import get_last_checkpoint
+from two_processes import environment, run_in_two_processes
 from upstream import needs_streams
 
-from safe_trainers.checkpoint_files import checkpoints_in
-from safe_trainers.errors import CheckpointError, PrecisionWarning
-from safe_trainers.resume import to_plain
+from safe_trainers.checkpoint.folder import checkpoints_in
+from safe_trainers.checkpoint.trainer_state import to_plain
+from safe_trainers.core.errors import CheckpointError, PrecisionWarning
 
 
-ROOT = Path(__file__).parents[2]
-PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "integration"), os.environ.get("PYTHONPATH", "")]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in PATHS if path)}
+ENVIRONMENT = environment(__file__)
 ALWAYS = ["in-the-optimizer", "before-the-marker", "in-the-rotation"]
 WINDOW = {"steps_per_generation": 4, "num_iterations": 2, "gradient_accumulation_steps": 2}
 CLOCK = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
@@ -247,7 +246,7 @@ def test_streams_are_resumed_in_their_first_pass(tmp_path):
         ({"steps_per_generation": 2}, "steps_per_generation was 4 and is 2"),
         ({"num_generations": 4}, "num_generations was 2 and is 4"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps was 2 and is 1"),
-        ({"ignore_data_skip": True}, "ignore_data_skip=True begins the data anew"),
+        ({"ignore_data_skip": True}, "ignore_data_skip=True starts again with the first data"),
         ({"beta": 0.1}, "beta was 0 and is not 0"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
@@ -317,7 +316,7 @@ def test_a_smaller_batch_after_running_out_of_memory_begins_at_the_checkpoint_to
     once = run(tmp_path / "3", resume=checkpoint, per_device_train_batch_size=small)
     if once.trainer._train_batch_size != small:
         pytest.skip(
-            "this transformers resumes with the batch size of the checkpoint: there is nothing to compare with"
+            "this transformers resumes with the batch size of the checkpoint, which leaves no run to compare with"
         )
     assert [entry["step"] for entry in twice.log][:1] == [3]
     assert not twice.differences(once)
@@ -338,7 +337,7 @@ def test_a_loss_that_is_no_number_does_not_take_those_before_the_checkpoint_with
 
     whole, attribute = losses(tmp_path)
     if not attribute:
-        pytest.skip("transformers 4 keeps the sum of losses where no one reaches it")
+        pytest.skip("transformers 4 keeps the sum of losses in a local variable")
     assert losses(tmp_path / "2", str(tmp_path / "checkpoint-1"))[0] == whole
 
 
@@ -365,7 +364,7 @@ def test_what_a_checkpoint_cannot_hold_is_named_and_the_run_goes_on(tmp_path):
 
     saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
     made = cells.arguments(Cell("text", "sft", "fp32", None), trl.SFTConfig, 3, **saving)
-    with pytest.warns(PrecisionWarning, match=r"replay holds builtins.object") as caught:
+    with pytest.warns(PrecisionWarning, match=r"replay is a builtins.object") as caught:
         Holding(**made).train()
     assert len([w for w in caught if "state-not-saved" in str(w.message)]) == 1
     assert [checkpoint.complete for checkpoint in checkpoints_in(tmp_path)] == [True] * 3
@@ -414,13 +413,13 @@ def test_a_state_file_with_something_else_in_it_is_refused(tmp_path):
     made = train("sft", tmp_path, steps=1).trainer
     state = torch.load(tmp_path / "checkpoint-1" / "safe_trainers_state_0.pt", weights_only=True)
     for content, says in [
-        ({"a": 1}, "it holds no geometry"),
-        ([1], "it holds a list"),
-        ({**state, "geometry": None}, "it holds no geometry"),
-        ({"geometry": {}}, "it holds no values"),
-        ({**state, "order": [1]}, "it holds no order"),
-        ({**state, "loss": "0.5"}, "it holds no loss"),
-        (None, "it holds a NoneType"),
+        ({"a": 1}, "it has no 'geometry'"),
+        ([1], "it contains a list"),
+        ({**state, "geometry": None}, "it has no 'geometry'"),
+        ({"geometry": {}}, "it has no 'values'"),
+        ({**state, "order": [1]}, "it has no 'order'"),
+        ({**state, "loss": "0.5"}, "it has no 'loss'"),
+        (None, "it contains a NoneType"),
     ]:
         put_state(tmp_path / "checkpoint-1", content)
         with pytest.raises(CheckpointError, match=rf"safe_trainers_state_0.pt cannot be read: {says}"):
@@ -498,13 +497,7 @@ if trainer.accelerator.is_main_process:
 
 @pytest.mark.slow
 def test_two_processes_resume_together(tmp_path):
-    script = tmp_path / "together.py"
-    script.write_text(TOGETHER)
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous]
-    command = [*launcher, str(script), str(tmp_path), str(cells.folder("text"))]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_in_two_processes(TOGETHER, tmp_path, str(cells.folder("text")), beside=__file__)
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert runs["1"] == runs["3"] == runs["5"] == runs["None"]
     # One process cannot use what two have buffered.
@@ -543,17 +536,10 @@ Path(folder, f"said-{trainer.args.process_index}.json").write_text(json.dumps(sa
 
 @pytest.mark.slow
 def test_what_one_process_cannot_read_stops_all_of_them(tmp_path):
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING)
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous, str(script)]
-    done = subprocess.run(
-        [*command, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_in_two_processes(FAILING, tmp_path, beside=__file__)
     main, other = (json.loads((tmp_path / f"said-{process}.json").read_text()) for process in (0, 1))
     assert "CheckpointError" in main[0]
-    assert "safe_trainers_state_1.pt cannot be read: it holds no geometry" in main[0]
+    assert "safe_trainers_state_1.pt cannot be read: it has no 'geometry'" in main[0]
     assert other[0] == main[0]
     assert main[1] == "OSError: no such disk"
     assert other[1] == "RuntimeError: the main process failed: OSError('no such disk')"

@@ -32,7 +32,7 @@ def test_the_committed_measurements_show_what_is_promised():
     assert all(r["after"] > 0.9 for r in runs["GRPO, LLaVA-like"])
     assert all(r["after"] == r["before"] for r in runs["GRPO, Aria-like, learning rate 0"])
     # Chance is one answer in 24; a model that learned to look would be far above it.
-    assert all(r["after"] < 0.1 for r in runs["GRPO, Aria-like, shuffled pictures"])
+    assert all(r["after"] < 0.1 for r in runs["GRPO, Aria-like, shuffled images"])
     assert all(r["after"] > 0.9 for name in ("SFT, LLaVA-like", "Reward, text") for r in runs[name])
     assert all(r["after"] - r["before"] >= 0.35 for r in runs["RLOO, Aria-like"])
 
@@ -61,7 +61,7 @@ def test_no_constant_answer_does_well():
         ("GRPO, Aria-like", lambda r: r["after"] > 0.9),
         ("GRPO, LLaVA-like", lambda r: r["after"] > 0.9),
         ("GRPO, Aria-like, learning rate 0", lambda r: r["after"] == r["before"]),
-        ("GRPO, Aria-like, shuffled pictures", lambda r: r["after"] < 0.1),
+        ("GRPO, Aria-like, shuffled images", lambda r: r["after"] < 0.1),
         ("RLOO, Aria-like", lambda r: r["after"] - r["before"] >= 0.35),
         ("SFT, LLaVA-like", lambda r: r["after"] > 0.9),
         ("Reward, text", lambda r: r["after"] > 0.9),

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 __version__ = "0.28.0"
 ENGINES: list["LLM"] = []  # every engine that was built
-FLOAT16_REFUSED = {"gemma2", "gemma3", "gemma3_text", "plamo2", "glm4"}
+FLOAT16_REFUSED = {"gemma2", "gemma3", "gemma3_text", "glm4"}
 
 
 @dataclass

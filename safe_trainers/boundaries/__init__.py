@@ -1,0 +1,1 @@
+"""Casts at places in a model where two dtypes meet."""

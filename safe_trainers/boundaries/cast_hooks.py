@@ -1,0 +1,219 @@
+"""Hooks that cast tensors where an operation in a model would otherwise combine two dtypes and fail.
+
+The inputs of a tower's layers are cast to the dtype of the layers' weights, and the tower's outputs to the dtype of
+the embeddings into which they are merged. A cast acts only if PyTorch would refuse the operation (a matrix product of
+two dtypes, an `index_put` into another dtype), or if the model itself would cast in the same way. A run that works
+without the hooks therefore computes the same numbers with them.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.patches import replace, restore
+from ..model.inventory import first_dtype
+from ..model.parts import FEATURE_METHODS, MATMUL_LEAVES, NORM_LEAVES, ModelParts, adapter_parameters, is_quantized
+
+
+_LEAVES = (*MATMUL_LEAVES, *NORM_LEAVES)
+_MARK = "_safe_trainers_boundary"
+
+
+def guard_leaves(modules: Iterable[nn.Module]) -> int:
+    """Casts the inputs of matrix and norm layers to the dtype of their weights.
+
+    The hook is a module-level function without state, so that `deepcopy`, pickling and gradient checkpointing keep it.
+    It does nothing under autocast, which casts these inputs itself.
+
+    Args:
+        modules: The modules that contain the layers. Layers that already have the hook are skipped.
+
+    Returns:
+        The number of layers that got the hook.
+    """
+    count = 0
+    for module in modules:
+        for leaf in module.modules():
+            weight = _own_weight(leaf)
+            if weight is None or is_quantized(weight) or _follow_weights in leaf._forward_pre_hooks.values():
+                continue
+            leaf.register_forward_pre_hook(_follow_weights, with_kwargs=True)
+            count += 1
+    return count
+
+
+def guard_features(parts: ModelParts) -> tuple[str, ...]:
+    """Casts the outputs of towers to the dtype of the embeddings into which they are merged.
+
+    Each `get_*_features` method of the modules around the text model is replaced by a wrapper. The wrapper keeps the
+    method's signature, which `generate` inspects, and is bound to the module, so that a `deepcopy` of the model uses
+    its own module.
+
+    Args:
+        parts: The parts of the model.
+
+    Returns:
+        The names of the methods that were replaced.
+    """
+    wrapped = []
+    for container in parts.containers:
+        for name in FEATURE_METHODS:
+            method = getattr(container, name, None)
+            function = getattr(method, "__func__", None)
+            if function is None or hasattr(function, _MARK):
+                continue
+            replace("features", container, name, MethodType(_features_follow_embeddings(function), container))
+            wrapped.append(f"{type(container).__name__}.{name}")
+    return tuple(wrapped)
+
+
+def release_features(parts: ModelParts) -> bool:
+    """Restores the methods that `guard_features` replaced.
+
+    Args:
+        parts: The parts of the model.
+
+    Returns:
+        Whether any method had been replaced.
+    """
+    released = False
+    for container in parts.containers:
+        for name in FEATURE_METHODS:
+            if hasattr(getattr(vars(container).get(name), "__func__", None), _MARK):
+                released = restore(container, name) or released
+    return released
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Casts the floating-point tensors of a nested value, without modifying the value.
+
+    Args:
+        value: A tensor, or a mapping (including `ModelOutput`), list or tuple of such values. Tensors that are
+            attributes of a `ModelOutput` but not keys (SmolVLM's `pooler_output`) are also cast.
+        dtype: A floating-point dtype.
+
+    Returns:
+        The value with cast tensors; the same object if nothing had to be cast.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is dict:
+        cast = {key: cast_floating(item, dtype) for key, item in value.items()}
+        return value if all(cast[key] is value[key] for key in value) else cast
+    if isinstance(value, Mapping):
+        return _cast_output(value, dtype)
+    if isinstance(value, (list, tuple)):
+        items = [cast_floating(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _cast_output(output: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Any]:
+    """Applies `cast_floating` to a mapping, which may be a `ModelOutput` with additional attributes."""
+    entries: dict[str, Any] = {**dict(output), **getattr(output, "__dict__", {})}
+    changed = {name: new for name, old in entries.items() if (new := cast_floating(old, dtype)) is not old}
+    if not changed:
+        return output
+    copied: Any = copy.copy(output)
+    for name, new in changed.items():
+        if name in output:
+            copied[name] = new
+        else:
+            setattr(copied, name, new)
+    return copied
+
+
+def _features_follow_embeddings(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = function(self, *args, **kwargs)
+        dtype = first_dtype(self.get_input_embeddings())  # type: ignore[operator]
+        return output if dtype is None else cast_floating(output, dtype)
+
+    setattr(features, _MARK, True)
+    return features
+
+
+def _own_weight(leaf: nn.Module) -> torch.Tensor | None:
+    """Returns the weight with which a layer multiplies its input; `None` for other modules."""
+    if isinstance(leaf, nn.MultiheadAttention):
+        return leaf.in_proj_weight if leaf.in_proj_weight is not None else leaf.q_proj_weight
+    weight = leaf.weight if isinstance(leaf, _LEAVES) else None
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
+def _follow_weights(leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    weight = _own_weight(leaf)
+    if weight is not None and len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) == weight.dtype:
+        return None  # fast path
+    if weight is None or weight.device.type == "meta" or torch.is_autocast_enabled(weight.device.type):
+        return None
+    if isinstance(leaf, NORM_LEAVES) and weight.dtype == torch.float32 and weight.device.type == "cpu":
+        return None  # the CPU kernel supports mixed dtypes, the CUDA kernel does not (pytorch#135969)
+    new_args, new_kwargs = cast_floating(args, weight.dtype), cast_floating(kwargs, weight.dtype)
+    return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
+
+
+def guard_fused(model: nn.Module) -> int:
+    """Casts the input of modules that multiply with parameters of their own, such as fused experts.
+
+    Such a module's own matrices contain most of its parameters. Only the first floating-point argument is cast,
+    because later ones (routing weights) scale the result and may be wider. Under autocast the hook does nothing.
+
+    Args:
+        model: The model. Modules that already have the hook are skipped.
+
+    Returns:
+        The number of modules that got the hook.
+    """
+    adapters = {id(parameter) for parameter in adapter_parameters(model)}
+    count = 0
+    for module in model.modules():
+        matrix = _matrix(module)
+        if (
+            matrix is None
+            or id(matrix) in adapters
+            or isinstance(module, (*MATMUL_LEAVES, *NORM_LEAVES, nn.Embedding, nn.EmbeddingBag))
+            or any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
+            # A large module with a small matrix of its own (query tokens) does not multiply its input with it.
+            or 2 * sum(map(torch.Tensor.numel, _matrices(module))) <= sum(p.numel() for p in module.parameters())
+            or _follow_matrix in module._forward_pre_hooks.values()
+        ):
+            continue
+        module.register_forward_pre_hook(_follow_matrix, with_kwargs=True)
+        count += 1
+    return count
+
+
+def _matrix(module: nn.Module) -> nn.Parameter | None:
+    """Returns the largest matrix among a module's own parameters; `None` if there is none."""
+    return max(_matrices(module), key=torch.Tensor.numel, default=None)
+
+
+def _matrices(module: nn.Module) -> Iterator[nn.Parameter]:
+    yield from (parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1)
+    # While an adapter on a parameter is active, torch stores the parameter here.
+    for parametrization in getattr(module, "parametrizations", {}).values():
+        yield parametrization.original
+
+
+def _follow_matrix(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    matrix = _matrix(module)
+    if matrix is None or matrix.is_meta or torch.is_autocast_enabled(matrix.device.type):
+        return None
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if value.dtype == matrix.dtype:
+                return None
+            return (*args[:index], value.to(matrix.dtype), *args[index + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return None if value.dtype == matrix.dtype else (args, {**kwargs, name: value.to(matrix.dtype)})
+    return None

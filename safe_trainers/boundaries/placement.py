@@ -1,0 +1,106 @@
+"""Decides from the policy and the inventory where a model needs casts, and installs them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..core.dtypes import FLOAT32, HALVES, join_dtypes
+from ..model.inventory import ModelInventory
+from ..model.parts import find_parts
+from ..policy.resolve import PrecisionPolicy
+from .cast_hooks import guard_features, guard_leaves
+
+
+INPUT, OUTPUT = "input", "output"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place in the model where two dtypes can meet.
+
+    Attributes:
+        side: `"input"`: inputs of the layers of `module` are cast to the dtype of their weights. `"output"`: outputs
+            of towers are cast to the dtype of the input embeddings.
+        module: Name of the tower; `"model"` for the whole model; `"features"` for the `get_*_features` methods.
+        reason: The dtypes that meet.
+    """
+
+    side: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BoundaryPlan:
+    """The casts that a model needs.
+
+    Attributes:
+        boundaries: Where to cast; empty if no two dtypes can meet.
+    """
+
+    boundaries: tuple[Boundary, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as plain values for JSON."""
+        return {"boundaries": [vars(boundary) for boundary in self.boundaries]}
+
+    def __str__(self) -> str:
+        lines = [f"{boundary.side} of {boundary.module}: {boundary.reason}" for boundary in self.boundaries]
+        return "\n".join(lines or ["no boundaries: this model never combines two dtypes"])
+
+
+def plan_boundaries(
+    policy: PrecisionPolicy, inventory: ModelInventory, late_cast: bool = False, *, features: bool = True
+) -> BoundaryPlan:
+    """Decides where a model needs casts. This is a pure function.
+
+    Args:
+        policy: The policy of the run.
+        inventory: The dtypes of the model.
+        late_cast: Whether an engine (DeepSpeed) will cast the weights to the compute dtype later.
+        features: Whether to cast the outputs of towers; `False` if the model casts them itself.
+
+    Returns:
+        The plan.
+    """
+    found = _boundaries(policy, inventory, late_cast)
+    return BoundaryPlan(tuple(boundary for boundary in found if features or boundary.side != OUTPUT))
+
+
+def place(plan: BoundaryPlan, model: nn.Module) -> None:
+    """Installs the casts of a plan. A second call has no effect.
+
+    Args:
+        plan: The plan.
+        model: The model that was planned for, or one of the same class (the reference model).
+    """
+    parts = find_parts(model)
+    for boundary in plan.boundaries:
+        if boundary.side == OUTPUT:
+            guard_features(parts)
+        else:
+            guard_leaves([model] if boundary.module == "model" else [parts.towers[boundary.module]])
+
+
+def _boundaries(policy: PrecisionPolicy, inventory: ModelInventory, late_cast: bool) -> Iterator[Boundary]:
+    autocast = policy.autocast.value
+    if autocast is None and len(inventory.weights) > 1:
+        yield Boundary(INPUT, "model", f"{join_dtypes(inventory.weights)} weights without autocast")
+    else:
+        for tower in inventory.towers:
+            if tower.dtypes & HALVES:
+                reason = f"{join_dtypes(tower.dtypes)} weights, and inputs may be float32, as processors return them"
+                yield Boundary(INPUT, tower.name, reason)
+            elif late_cast and autocast is not None:
+                reason = f"the engine casts the weights to {autocast}, and inputs are float32"
+                yield Boundary(INPUT, tower.name, reason)
+    if inventory.features and inventory.embeddings is not None:
+        if autocast is None:
+            outputs = {dtype for tower in inventory.towers for dtype in tower.dtypes}
+        else:  # autocast returns its own dtype, or float32 if the last operation is a norm
+            outputs = {autocast, FLOAT32}
+        if outputs - {inventory.embeddings}:
+            reason = f"towers return {join_dtypes(outputs)}, and the embeddings are {inventory.embeddings}"
+            yield Boundary(OUTPUT, "features", reason)

@@ -1,0 +1,1 @@
+"""Atomic checkpoints that resume exactly."""

@@ -1,0 +1,173 @@
+"""Builds the datasets and the embedded model of a recipe."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from rich.console import Console
+
+from ..core.errors import RecipeError
+
+
+def check_model_exists(recipe: Any) -> None:
+    """Raises a `RecipeError` if the model cannot be found, before anything is written."""
+    from transformers import AutoConfig
+
+    from ..data.columns import embedded_name
+
+    name = recipe.model.model_name_or_path
+    if embedded_name(name) is not None:
+        return
+    try:
+        AutoConfig.from_pretrained(
+            name, revision=recipe.model.model_revision, trust_remote_code=recipe.training.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model {name} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def make_datasets(recipe: Any) -> tuple[Any, Any, Any]:
+    """Returns the training set, the evaluation set and, for embedded data, the held-out examples to score."""
+    from .. import tiny
+    from ..data.columns import embedded_name
+
+    extra, seed = recipe.extra, recipe.training.seed
+    embedded = embedded_name(recipe.script.dataset_name)
+    if embedded is None:
+        splits = _load_dataset(recipe)
+        train = _with_columns(recipe, _split(recipe, splits, recipe.script.dataset_train_split))
+        if recipe.training.eval_strategy == "no":
+            return train, None, None
+        return train, _with_columns(recipe, _split(recipe, splits, recipe.script.dataset_test_split)), None
+    size = max(extra.evaluation_size, 1)
+    if embedded == "preferences":
+        train = tiny.preference_dataset(extra.dataset_size, seed, split="train")
+        evaluation = held_out = tiny.preference_dataset(size, seed, split="heldout")
+    else:
+        make = tiny.sft_dataset if recipe.task == "sft" else tiny.prompt_dataset
+        train = make(extra.dataset_size, seed, split="train", shuffle_images=extra.shuffle_images)
+        evaluation = make(size, seed, split="heldout")
+        held_out = tiny.prompt_dataset(size, seed, split="heldout")
+    return _with_columns(recipe, train), _with_columns(recipe, evaluation), held_out
+
+
+def _load_dataset(recipe: Any) -> Any:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError, DatasetsError
+    from trl import get_dataset
+
+    script = recipe.script
+    name, files = script.dataset_name, None
+    try:
+        if recipe.mixture.datasets:
+            return get_dataset(recipe.mixture)
+        if os.path.isfile(name):  # `load_dataset` needs the folder and the name of the file
+            name, files = os.path.split(os.path.abspath(name))
+        return load_dataset(name, name=script.dataset_config, data_files=files, streaming=script.dataset_streaming)
+    except (DatasetsError, OSError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        which = "of the mixture" if recipe.mixture.datasets else script.dataset_name
+        raise RecipeError(f"dataset {which} cannot be loaded: {shorten(str(cause), 300)}") from error
+
+
+def _with_columns(recipe: Any, dataset: Any) -> Any:
+    """Applies the column settings of the recipe to a dataset."""
+    from ..data.dataset import prepare_dataset
+    from ..recipes.load import check_columns
+
+    name = recipe.script.dataset_name or "of the mixture"
+    made = prepare_dataset(dataset, recipe.extra, name, needs_images=recipe.extra.needs_images)
+    check_columns(recipe, made.column_names or list(next(iter(made), {})))
+    return made
+
+
+def _split(recipe: Any, splits: Any, name: str) -> Any:
+    from ..core.errors import nearest
+
+    if name not in splits:
+        near = nearest(name, list(splits))
+        hint = f"; did you mean {near!r}?" if near else f", only {', '.join(splits)}"
+        raise RecipeError(f"dataset {recipe.script.dataset_name} has no split {name!r}{hint}")
+    return splits[name]
+
+
+def make_model(recipe: Any, console: Console) -> str:
+    """Returns the name of the model; an embedded one is built and warmed up first, and its folder is returned."""
+    import torch
+    from accelerate import PartialState
+
+    from .. import tiny
+    from ..data.columns import embedded_name
+
+    family = embedded_name(recipe.model.model_name_or_path)
+    if family is None:
+        return str(recipe.model.model_name_or_path)
+    # Such a small model is slower with several threads, on a busy machine many times slower.
+    torch.set_num_threads(1)
+    folder, state = Path(recipe.training.output_dir) / "model", PartialState()
+    with _scratch_folder(folder, state) as scratch:
+        made = scratch / "model"
+        if state.is_main_process:
+            tiny.save(family, made, seed=recipe.training.seed)
+        state.wait_for_everyone()
+        if recipe.extra.warm_up_steps:
+            _warm_up(recipe, made, console)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            if folder.exists():
+                shutil.rmtree(folder)
+            made.rename(folder)
+    state.wait_for_everyone()
+    return str(folder)
+
+
+@contextlib.contextmanager
+def _scratch_folder(folder: Path, state: Any) -> Iterator[Path]:
+    """Yields a temporary folder beside `folder`, the same in all processes, and removes it at the end."""
+    from accelerate.utils import broadcast_object_list
+
+    name = [tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-") if state.is_main_process else ""]
+    scratch = Path(broadcast_object_list(name)[0])
+    try:
+        yield scratch
+    finally:
+        if state.is_main_process:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
+    """Trains an embedded model on answers, and saves it in float32.
+
+    It uses the autocast of the run, because accelerate allows only one mixed precision per process.
+    """
+    from .. import SafeSFTConfig, SafeSFTTrainer, tiny
+    from .progress import show_progress
+
+    extra, training = recipe.extra, recipe.training
+    arguments = SafeSFTConfig(
+        output_dir=str(folder.parent),
+        bf16=training.bf16,
+        fp16=training.fp16,
+        use_cpu=training.use_cpu,
+        max_steps=extra.warm_up_steps,
+        per_device_train_batch_size=extra.warm_up_batch_size,
+        learning_rate=extra.warm_up_learning_rate,
+        completion_only_loss=True,
+        gradient_checkpointing=False,
+        max_length=None,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        precision_report="off",
+        seed=training.seed,
+    )
+    dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train", bias=extra.warm_up_bias)
+    trainer = SafeSFTTrainer(model=str(folder), args=arguments, train_dataset=dataset)
+    show_progress(trainer, console, "warm-up", extra.progress)
+    trainer.train()
+    trainer.save_model(str(folder))

@@ -1,0 +1,240 @@
+"""Runs a training command in several processes under accelerate's launcher, and prints the first failure once.
+
+The launcher runs in this process; each launched process is `python -m safe_trainers.cli.launched TASK ...` and records
+its failure with torch's elastic error records. The launcher's own traceback and the failures that only follow from the
+first one are not printed.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..core import errors
+from ..core.errors import RecipeError, SafeTrainersError
+from .launch_env import CRASHED, ENGINE, ERROR_FILE, PROCESSES, REFUSED, SHARED_FOLDER
+
+
+logger = logging.getLogger(__name__)
+
+ALONE = "NO"
+"""The `distributed_type` of a single process."""
+GRACE_PERIOD = 20
+"""Seconds after the first failure in which torch's launcher does not send SIGKILL: it waits 30 s after its SIGTERM."""
+FATAL = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+"""Signals that the launcher and NCCL do not end processes with, unlike SIGTERM and SIGABRT."""
+
+_REFUSALS = frozenset(
+    name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, SafeTrainersError)
+)
+
+
+def find_config(name: str) -> Path:
+    """Finds a launch config.
+
+    Args:
+        name: A file, or the name of a config of this package, such as `ddp`.
+
+    Returns:
+        Its path.
+
+    Raises:
+        RecipeError: If no config has that name; the message contains the nearest one.
+    """
+    from ..recipes.packaged import find
+
+    return Path(name) if os.path.isfile(name) else find(name, "configs")
+
+
+def launch(arguments: Sequence[str], config: str | None, processes: int | None) -> int:
+    """Runs a training command with a launch config.
+
+    Args:
+        arguments: The command line: the task, the recipe and its overrides.
+        config: Name or file of the config; by default one process, or data parallelism for several.
+        processes: The number of processes; by default that of the config, else one per GPU.
+
+    Returns:
+        The exit status: 0, or that of the process that was killed or failed first.
+
+    Raises:
+        RecipeError: If the command cannot be launched with this config.
+    """
+    from accelerate.utils import patch_environment
+
+    path = find_config(config or ("ddp" if (processes or 1) > 1 else "single_gpu"))
+    engine, count = _read_config(path, processes)
+    with tempfile.TemporaryDirectory(prefix="safe-trainers-launch-") as folder:
+        options = ["--config_file", str(path), "--num_processes", str(count), "--mixed_precision", "no"]
+        options += ["--main_process_port", "0", "--log_dir", folder]
+        options += ["--module", "safe_trainers.cli.launched", *arguments]
+        # torch's launcher gives each process an error file of its own; a single process is launched without it.
+        error_file = Path(folder, "0", "error.json")
+        error_file.parent.mkdir()
+        environment = {SHARED_FOLDER: folder, PROCESSES: count, ENGINE: engine, ERROR_FILE: error_file}
+        with patch_environment(**environment), _no_orphans():
+            status, is_cause = _run_accelerate(options)
+        failure = None if is_cause else _first_failure(Path(folder), count)
+    if failure is not None and status:
+        status, message = failure
+        print(message, file=sys.stderr)
+    elif status:
+        print(f"error: {_describe(status)}", file=sys.stderr)
+    return status
+
+
+def _read_config(path: Path, processes: int | None) -> tuple[str, int]:
+    """The engine of a config, and how many processes it runs."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or "distributed_type" not in content:
+        raise RecipeError(
+            f"{path} is not an accelerate config: distributed_type is missing. Write: distributed_type: NO"
+        )
+    engine = str(content["distributed_type"]) if content["distributed_type"] is not False else ALONE  # YAML 1.1's NO
+    precision = content.get("mixed_precision") or "no"
+    if str(precision).lower() not in ("no", "false"):
+        print(f"note: mixed_precision: {precision} of {path} is ignored: the recipe sets the precision of the run",
+              file=sys.stderr)  # fmt: skip
+    count = processes or content.get("num_processes") or _gpu_count()
+    if count == 0:
+        raise RecipeError(f"{path} does not set num_processes, and this machine has no GPU. Write: --num_processes 2")
+    if not isinstance(count, int) or count < 1:
+        raise RecipeError(f"num_processes of {path} must be an integer from 1, got {count}. Write: --num_processes 2")
+    if engine == ALONE and count > 1:
+        raise RecipeError(f"{path} runs one process, but {count} were requested. Write: --accelerate_config ddp")
+    if engine.startswith("MULTI_") and count < 2:
+        raise RecipeError(
+            f"{path} is for several processes, but {count} was requested. Write: --accelerate_config single_gpu, or "
+            "--num_processes 2"
+        )
+    return engine, count
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _run_accelerate(options: list[str]) -> tuple[int, bool]:
+    """Runs accelerate's launcher in this process, without its reports of failed processes.
+
+    Returns:
+        The exit status; and whether the signal in it is the cause of every failure, because it killed a process or
+        interrupted the launcher.
+    """
+    from subprocess import CalledProcessError
+
+    import torch.distributed.run  # noqa: F401  # creates its loggers
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in list(logging.root.manager.loggerDict):  # torch sets the level of each of its loggers
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        parsed = launch_command_parser().parse_args(options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            launch_command(parsed)
+    except ChildFailedError as error:
+        killed = next(_killed(error.failures), None)
+        if killed is not None:
+            return killed, True
+        return _shell_status(error.get_first_failure()[1].exitcode), False
+    except CalledProcessError as error:
+        return _shell_status(error.returncode), False
+    except SignalException as error:
+        return 128 + int(error.sigval), True
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT, True
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else CRASHED, False
+    except (ValueError, ImportError, ConnectionError, AssertionError) as error:
+        raise RecipeError(f"accelerate cannot launch this: {error}") from error
+    return 0, False
+
+
+def _shell_status(exitcode: int) -> int:
+    """A process's exit status as a shell reports it; a negative one is the signal that ended the process."""
+    return exitcode if exitcode >= 0 else 128 - exitcode
+
+
+def _killed(failures: Mapping[int, Any]) -> Iterator[int]:
+    """Yields the exit statuses of processes that were killed before they recorded an exception.
+
+    Args:
+        failures: torch's `ProcessFailure` by rank.
+    """
+    first = min(failure.timestamp for failure in failures.values())
+    for failure in failures.values():
+        recorded = os.path.isfile(failure.error_file)
+        by_launcher = failure.timestamp - first >= GRACE_PERIOD
+        if -failure.exitcode in FATAL and not recorded and not by_launcher:
+            yield _shell_status(failure.exitcode)
+
+
+def _first_failure(folder: Path, count: int) -> tuple[int, str] | None:
+    """Exit status and message of the process that recorded the first exception; `None` if no process did."""
+    # The timestamps in the records are in seconds, and a failure reaches the other processes within one second.
+    files = sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
+    if not files:
+        return None
+    recorded = json.loads(files[0].read_text(encoding="utf-8"))["message"]
+    name, _, message = recorded["message"].partition(": ")  # torch writes the class and the message like this
+    if name in _REFUSALS:
+        return REFUSED, f"error: {message}"
+    rank, stack = files[0].parent.name, recorded["extraInfo"]["py_callstack"].rstrip()
+    return CRASHED, f"process {rank} of {count} failed:\n{stack}"
+
+
+def _describe(status: int) -> str:
+    """Describes an exit status."""
+    if status <= 128:
+        return f"a process ended with exit status {status}"
+    try:
+        name = signal.Signals(status - 128).name
+    except ValueError:
+        name = f"signal {status - 128}"
+    why = ": the machine may have run out of memory" if name == "SIGKILL" else ""
+    return "interrupted" if name == "SIGINT" else f"a process was ended by {name}{why}"
+
+
+@contextlib.contextmanager
+def _no_orphans() -> Iterator[None]:
+    """Ends all processes that were started in the `with` block, also if this process gets SIGTERM."""
+    import psutil  # type: ignore[import-untyped]  # accelerate brings it
+
+    def on_sigterm(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    def end(send_signal: Callable[[], None]) -> None:
+        try:
+            send_signal()
+        except psutil.NoSuchProcess as error:
+            logger.debug("process %s has ended already", error.pid)
+
+    here = psutil.Process()
+    before, handler = here.children(recursive=True), signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    finally:
+        started = [child for child in here.children(recursive=True) if child not in before]
+        for child in started:
+            end(child.terminate)
+        for child in psutil.wait_procs(started, timeout=10)[1]:
+            end(child.kill)
+        signal.signal(signal.SIGTERM, handler)

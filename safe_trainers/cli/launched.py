@@ -1,0 +1,55 @@
+"""One launched process: `python -m safe_trainers.cli.launched TASK ...`.
+
+torch records why it fails, in the file that its launcher assigns to each process (`TORCHELASTIC_ERROR_FILE`). The
+process itself prints nothing, so that the launching process can print the first failure alone.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from ..core.errors import SafeTrainersError
+from ..recipes.validate import check_recipe, split_config
+from .launch_env import CRASHED, ERROR_FILE, REFUSED
+from .main import build_parser, quieten
+from .train import recipe_arguments, run_here
+
+
+class Recorder(ErrorHandler):
+    """torch's recorder of exceptions without Python's fault handler, which prints a stack in each aborted process."""
+
+    def initialize(self) -> None:
+        """Does nothing; torch's own enables the fault handler."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains, records an exception, and turns it into an exit status.
+
+    Args:
+        argv: The command line without launch options.
+
+    Returns:
+        The exit status.
+    """
+    quieten()
+
+    def train() -> int:
+        options, rest = build_parser(argv[0]).parse_known_args(list(argv))
+        path, overrides = split_config(recipe_arguments(options, rest))
+        return run_here(options, check_recipe(path, options.command, overrides))
+
+    try:
+        return record(train, Recorder())() or 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if not os.path.isfile(os.environ.get(ERROR_FILE, "")):
+            raise  # the exception was not recorded
+        return REFUSED if isinstance(error, SafeTrainersError) else CRASHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

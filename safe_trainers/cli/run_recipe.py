@@ -1,0 +1,306 @@
+"""`safe-trainers grpo|rloo|sft|reward`: builds the trainer of a recipe, trains, and writes the results."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..core.errors import RecipeError, SafeTrainersError
+
+
+@dataclass
+class RunResult:
+    """The result of a training run.
+
+    Attributes:
+        trainer: The trainer after training.
+        output_dir: The folder with the checkpoint, the log and the plot.
+        score_name: The name of the score on held-out examples; `None` if no score was measured.
+        before: The score before the run.
+        after: The score after the run.
+        chance: The score of the best constant answer.
+    """
+
+    trainer: Any
+    output_dir: Path
+    score_name: str | None = None
+    before: float | None = None
+    after: float | None = None
+    chance: float | None = None
+
+
+def run_recipe(recipe: Any, console: Console | None = None, trainer_class: type | None = None) -> RunResult:
+    """Runs a recipe.
+
+    Args:
+        recipe: The `Recipe`.
+        console: Receives the output; by default standard output.
+        trainer_class: The trainer class, for comparisons; by default the safe trainer of the task.
+
+    Returns:
+        The result.
+
+    Raises:
+        RecipeError: If the trainer cannot be built; no file is written then.
+        PrecisionError: If the precision settings cannot work; no file is written then.
+    """
+    from .progress import show_progress
+
+    console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
+    arguments = recipe.training
+    trainer, held_out = build(recipe, console, trainer_class)
+    show_progress(trainer, console, recipe.task, recipe.extra.progress)
+    run = RunResult(trainer, Path(arguments.output_dir))
+    score = _score(recipe, trainer, held_out)
+    if score is not None:
+        run.score_name, measure, run.chance = score
+        run.before = measure()
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    if score is not None:
+        run.after = measure()
+    trainer.save_model(arguments.output_dir)
+    if trainer.accelerator.is_main_process:
+        write_run(run, recipe, console)
+    return run
+
+
+def dry_run(recipe: Any) -> Any:
+    """Builds the trainer of a recipe without training.
+
+    Args:
+        recipe: The `Recipe`.
+
+    Returns:
+        The planned precision report; `None` on all processes but the first.
+
+    Raises:
+        RecipeError: If the trainer cannot be built.
+        PrecisionError: If the precision settings cannot work.
+    """
+    from .launch_env import SHARED_FOLDER
+
+    _check_resume(recipe)
+    recipe.training.resume_from_checkpoint = None
+    recipe.extra.warm_up_steps = 0
+    with tempfile.TemporaryDirectory(prefix="safe-trainers-dry-run-") as own:
+        # Launched processes share a folder. The output_dir of the recipe stays untouched.
+        recipe.training.output_dir = str(Path(os.environ.get(SHARED_FOLDER, own), "dry-run"))
+        trainer, _ = build(recipe, Console(quiet=True))
+        return trainer.precision.report if trainer.accelerator.is_main_process else None
+
+
+def build(recipe: Any, console: Console, trainer_class: type | None = None) -> tuple[Any, Any]:
+    """Builds the trainer of a recipe, with its model and datasets.
+
+    Args:
+        recipe: The `Recipe`.
+        console: Receives the output.
+        trainer_class: The trainer class, for comparisons; by default the safe trainer of the task.
+
+    Returns:
+        The trainer, and the held-out examples to score; `None` if the dataset is not embedded.
+
+    Raises:
+        RecipeError: If the trainer cannot be built.
+        PrecisionError: If the precision settings cannot work.
+    """
+    from trl import get_peft_config, get_quantization_config
+
+    import safe_trainers
+
+    from ..recipes.keys import TASKS
+    from ..recipes.load import load_rewards
+    from ..trainer.from_config import declared_policy
+    from .build_inputs import check_model_exists, make_datasets, make_model
+    from .launch_env import check_launched
+
+    trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
+    arguments = recipe.training
+    _check_resume(recipe)
+    arguments.model_init_kwargs = _model_init_kwargs(recipe)
+    asked = get_quantization_config(dataclasses.replace(recipe.model, dtype="float32"))
+    policy = declared_policy(arguments, recipe.model.model_name_or_path, trainer_class, asked)
+    policy.check()
+    compute_of_4bit = _compute_of_4bit(recipe, policy)
+    dataset, evaluation, held_out = make_datasets(recipe)
+    check_model_exists(recipe)
+
+    with _remove_on_failure(Path(arguments.output_dir)):
+        settings: dict[str, Any] = {
+            "model": make_model(recipe, console),
+            "args": arguments,
+            "train_dataset": dataset,
+            "eval_dataset": evaluation if arguments.eval_strategy != "no" else None,
+            "quantization_config": get_quantization_config(dataclasses.replace(recipe.model, dtype=compute_of_4bit)),
+            "peft_config": get_peft_config(dataclasses.replace(recipe.model, lora_task_type=_lora_task_type(recipe))),
+        }
+        if hasattr(recipe.script, "reward_funcs"):
+            settings["reward_funcs"] = load_rewards(recipe)
+        trainer = trainer_class(**settings)
+        check_launched(trainer.accelerator)
+    return trainer, held_out
+
+
+def _check_resume(recipe: Any) -> None:
+    """Raises a `RecipeError` if the newest checkpoint is requested and no checkpoint is complete."""
+    from ..checkpoint.folder import checkpoints_in, choose_checkpoint
+
+    arguments = recipe.training
+    if str(arguments.resume_from_checkpoint).lower() != "true" or Path("true").is_dir():
+        return
+    found = checkpoints_in(Path(arguments.output_dir))
+    if any(checkpoint.complete for checkpoint in found):
+        return
+    if found:
+        choose_checkpoint(True, Path(arguments.output_dir))
+        return
+    raise RecipeError(
+        f"output_dir {arguments.output_dir} has no checkpoint to resume from. Drop --resume, or write: --resume FOLDER"
+    )
+
+
+def _lora_task_type(recipe: Any) -> str:
+    """Returns PEFT's task type: TRL's default, `CAUSAL_LM`, is wrong for reward models."""
+    asked: str = recipe.model.lora_task_type
+    return "SEQ_CLS" if recipe.task == "reward" and asked == "CAUSAL_LM" else asked
+
+
+@contextlib.contextmanager
+def _remove_on_failure(output_dir: Path) -> Iterator[None]:
+    """Creates the output folder, and removes it if the `with` block fails.
+
+    Args:
+        output_dir: The folder; it is kept if it existed before.
+
+    Raises:
+        RecipeError: If TRL, transformers or PEFT raise an error; the message is theirs.
+    """
+    # Innermost first; empty if the folder existed before.
+    missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        if missing and os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(output_dir, ignore_errors=True)
+            for parent in missing[1:]:
+                if parent.is_dir() and not any(parent.iterdir()):  # another run may have written to it meanwhile
+                    parent.rmdir()
+        upstream = isinstance(error, (ValueError, TypeError, ImportError, OSError, LookupError, AttributeError))
+        if upstream and not isinstance(error, SafeTrainersError):
+            raise RecipeError(f"the trainer cannot be built: {type(error).__name__}: {error}") from error
+        raise
+
+
+def write_run(run: RunResult, recipe: Any, console: Console) -> None:
+    """Writes the log and the plot of a run, and prints their paths.
+
+    Args:
+        run: The result of the run.
+        recipe: The `Recipe`.
+        console: Receives the output.
+    """
+    from ..report.run_report import FILE
+    from .plot import plot_run, why_not
+
+    log, trainer = run.output_dir / "log.json", run.trainer
+    content = {
+        "recipe": None if recipe.source is None else str(recipe.source),
+        "score": {"name": run.score_name, "before": run.before, "after": run.after, "best_constant": run.chance},
+        "precision": _precision(trainer),
+        "log": trainer.state.log_history,
+    }
+    temporary = log.with_suffix(".json.part")
+    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    temporary.replace(log)
+    plot = plot_run(trainer.state.log_history, run.output_dir / "plot.png", type(trainer).__name__)
+    if run.score_name is not None:
+        console.print(
+            f"{run.score_name} on held-out examples: {run.before:.3f} -> [bold]{run.after:.3f}[/] "
+            f"(best constant answer {run.chance:.3f})",
+            soft_wrap=True,
+            highlight=False,
+        )
+    written: dict[str, object] = {"checkpoint": run.output_dir, "log": log}
+    if (run.output_dir / FILE).is_file():
+        written["report"] = run.output_dir / FILE
+    written["plot"] = plot or f"not written: {why_not(trainer.state.log_history)}"
+    for what, place in written.items():
+        console.print(f"{what:<11} {place}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _precision(trainer: Any) -> dict[str, Any] | None:
+    from ..trainer.mixin import PrecisionMixin
+
+    if not isinstance(trainer, PrecisionMixin):
+        return None
+    return {
+        "policy": trainer.precision.policy.to_dict(),
+        "model": trainer.precision.model.to_dict(),
+        "weights": trainer.precision.weights.to_dict(),
+        "boundaries": trainer.precision.boundaries.to_dict(),
+        "media": [vars(decision) for decision in trainer.precision.media],
+        "coverage": trainer.precision.coverage.to_dict(),
+        "report": trainer.precision.report.to_dict(),
+    }
+
+
+def _model_init_kwargs(recipe: Any) -> dict[str, Any]:
+    """Returns `model_init_kwargs` as TRL's scripts derive them from `ModelConfig`; those of the recipe win."""
+    model = recipe.model
+    declared = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    return {key: value for key, value in declared.items() if value is not None} | (
+        recipe.training.model_init_kwargs or {}
+    )
+
+
+def _compute_of_4bit(recipe: Any, policy: Any) -> str:
+    """Returns the compute dtype of 4-bit layers: that of the run.
+
+    TRL's scripts use `dtype` instead, the load dtype of the weights, which is float32 by default; `auto` fails.
+
+    Raises:
+        PrecisionError: If the recipe sets another dtype.
+    """
+    from ..core.dtypes import FLOAT32, SHORT, parse_dtype
+    from ..core.errors import PrecisionError
+    from ..weights.bitsandbytes_loading import contradiction
+
+    asked = recipe.extra.bnb_4bit_compute_dtype
+    decided = policy.compute.text if policy.autocast.value is None else policy.autocast.text
+    if decided not in SHORT:  # without autocast, it depends on the weights, which are not loaded yet
+        return FLOAT32 if asked is None else parse_dtype(asked)
+    problem = contradiction(asked, decided)
+    if problem is not None:
+        raise PrecisionError([problem])
+    return decided
+
+
+def _score(recipe: Any, trainer: Any, held_out: Any) -> tuple[str, Any, float] | None:
+    """Returns the name of the score, a function that measures it, and the score of the best constant answer."""
+    from .. import tiny
+
+    if held_out is None or recipe.extra.evaluation_size < 1:
+        return None
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return None  # the weights are sharded, so that `generate` cannot run on one process
+    model, processor = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+    if recipe.task == "reward":
+        return "preference accuracy", lambda: tiny.preference_accuracy(model, processor, held_out), 0.5
+    return (
+        "exact match, greedy,",
+        lambda: tiny.exact_match_rate(model, processor, held_out),
+        tiny.constant_baseline(held_out),
+    )

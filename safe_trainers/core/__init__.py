@@ -1,0 +1,1 @@
+"""Plain values for all other packages: errors, messages, dtypes, devices, features. Does not import torch."""

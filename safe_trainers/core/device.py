@@ -1,0 +1,127 @@
+"""The precision capabilities of a device, as plain values."""
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
+
+
+if TYPE_CHECKING:
+    import torch
+
+BF16_CAPABILITY = (8, 0)
+"""First CUDA compute capability whose tensor cores multiply bfloat16 (Ampere)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The precision capabilities of a device.
+
+    Attributes:
+        kind: `torch.device.type`: `"cuda"`, `"cpu"`, `"xpu"`, `"mps"`, ...
+        name: Name for messages.
+        capability: CUDA compute capability; `None` for other devices.
+        rocm: Whether `"cuda"` is an AMD device, whose capability numbers have another meaning.
+        unscalable_dtypes: The half dtypes whose gradients the device's loss scaler cannot unscale; `None` if
+            accelerate builds neither a loss scaler nor autocast for fp16 (on CPU, where it does not report this).
+    """
+
+    kind: str
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    rocm: bool = False
+    unscalable_dtypes: frozenset[str] | None = None
+
+    @property
+    def emulates_bf16(self) -> bool:
+        """Whether bfloat16 is emulated: on CUDA before 8.0, where `torch.cuda.is_bf16_supported()` returns true."""
+        return (
+            self.kind == "cuda" and not self.rocm and self.capability is not None and self.capability < BF16_CAPABILITY
+        )
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether fp16 runs with autocast and a loss scaler."""
+        return self.unscalable_dtypes is not None
+
+    @property
+    def preferred(self) -> tuple[str, str]:
+        """The compute dtype of `precision="auto"` on this device, and the reason."""
+        if self.kind == "cpu":
+            return FLOAT32, "on a CPU, half precision saves too little time for its loss, and fp16 has no loss scaler"
+        if self.kind == "mps":
+            return FLOAT32, "half-precision results on MPS depend on the version of macOS"
+        if self.emulates_bf16:
+            return FLOAT16, f"{self} has float16 but no bfloat16 arithmetic (compute capability below 8.0)"
+        return BFLOAT16, f"{self} has bfloat16 arithmetic, and bfloat16 needs no loss scaling"
+
+    def __str__(self) -> str:
+        capability = f" (compute capability {self.capability[0]}.{self.capability[1]})" if self.capability else ""
+        return f"{self.name or self.kind}{capability}"
+
+
+def detect_device(device: "torch.device | str | None" = None) -> Device:
+    """Reads the capabilities of a device.
+
+    Args:
+        device: A torch device; by default the accelerator that torch finds, else the CPU.
+
+    Returns:
+        The capabilities. Reading the compute capability initialises CUDA, as `TrainingArguments` also does.
+    """
+    import torch
+
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Device(kind="cpu", name="CPU")
+
+    dtypes = unscalable_dtypes(device.type)
+    if device.type != "cuda":
+        return Device(kind=device.type, name=device.type.upper(), unscalable_dtypes=dtypes)
+    return Device(
+        kind="cuda",
+        name=torch.cuda.get_device_name(device),
+        capability=torch.cuda.get_device_capability(device),
+        rocm=torch.version.hip is not None,
+        unscalable_dtypes=dtypes,
+    )
+
+
+@functools.cache
+def unscalable_dtypes(device_type: str) -> frozenset[str]:
+    """Finds the half dtypes whose gradients a device's loss scaler cannot unscale, by trying it on one element.
+
+    A future torch may unscale bfloat16 on CUDA (https://github.com/pytorch/pytorch/pull/194947).
+
+    Args:
+        device_type: `torch.device.type`.
+
+    Returns:
+        A subset of `"bfloat16"` and `"float16"`.
+    """
+    import torch
+
+    scaler = torch.amp.GradScaler
+    return frozenset(dtype for dtype in (BFLOAT16, FLOAT16) if not can_unscale(scaler(device_type), dtype))
+
+
+def can_unscale(scaler: "torch.amp.GradScaler", dtype: str) -> bool:
+    """Whether a loss scaler can unscale gradients of a dtype.
+
+    Args:
+        scaler: A new scaler, which cannot be used for anything else afterwards.
+        dtype: `"float32"`, `"bfloat16"` or `"float16"`.
+    """
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=to_torch(dtype), device=scaler._device))
+    weight.grad = torch.ones_like(weight)
+    scaler.scale(torch.ones((), device=weight.device))  # creates the tensor of the scale
+    try:
+        scaler.unscale_(torch.optim.SGD([weight], lr=0.0))
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,85 @@
+"""The dtype parser of the package. It never guesses, and importing it does not import torch.
+
+The package names dtypes with the strings `"float32"`, `"bfloat16"` and `"float16"`; `to_torch` converts them where
+tensors are used.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .errors import PrecisionError, nearest, refuse
+
+
+if TYPE_CHECKING:
+    import torch
+
+FLOAT32, BFLOAT16, FLOAT16, AUTO = "float32", "bfloat16", "float16", "auto"
+HALVES = frozenset({BFLOAT16, FLOAT16})
+"""The half-precision dtypes."""
+SHORT = {FLOAT32: "fp32", BFLOAT16: "bf16", FLOAT16: "fp16"}
+"""The short name of each dtype."""
+FLOAT16_OVERFLOW = 65520.0
+"""The smallest number that a cast to float16 rounds to infinity; the largest float16 is 65,504."""
+
+_SPELLINGS = {spelling: name for name, short in SHORT.items() for spelling in (short, name, f"torch.{name}")}
+
+
+def join_dtypes(dtypes: Iterable[str], empty: str = "") -> str:
+    """Joins dtype names for a message, sorted and without duplicates: `"bfloat16 and float32"`.
+
+    Args:
+        dtypes: The names.
+        empty: The result if there are none.
+    """
+    return " and ".join(sorted(set(dtypes))) or empty
+
+
+def parse_dtype(value: "str | torch.dtype", *, field: str = "dtype", allow_auto: bool = True) -> str:
+    """Parses a dtype. No spelling falls back to another dtype.
+
+    Args:
+        value: `"fp32"`, `"float32"`, `"torch.float32"`, and the same for bf16 (`"bfloat16"`) and fp16 (`"float16"`);
+            a `torch.dtype` of these three; or `"auto"`.
+        field: Name of the setting, for the error message.
+        allow_auto: Whether `"auto"` is accepted.
+
+    Returns:
+        `"float32"`, `"bfloat16"`, `"float16"` or `"auto"`.
+
+    Raises:
+        PrecisionError: If `value` is anything else; the message lists the accepted values.
+    """
+    accepted = [*_SPELLINGS, *([AUTO] if allow_auto else [])]
+    # `str(torch.float32)` is "torch.float32", a key of the table, so torch need not be imported.
+    is_dtype = (type(value).__module__, type(value).__name__) == ("torch", "dtype")
+    text = str(value) if is_dtype or isinstance(value, str) else None
+    if text == AUTO and allow_auto:
+        return AUTO
+    if text in _SPELLINGS:
+        return _SPELLINGS[text]
+    suggestion = nearest(text, accepted) if text is not None else None
+    raise PrecisionError(
+        [
+            refuse(
+                "unknown-dtype",
+                f"{field}={value!r}",
+                value=value,
+                accepted=", ".join(f'"{spelling}"' for spelling in accepted) + ", or the torch.dtype of each",
+                field=field,
+                suggestion=suggestion or FLOAT32,
+            )
+        ]
+    )
+
+
+def to_torch(name: str) -> "torch.dtype":
+    """Returns the `torch.dtype` of `"float32"`, `"bfloat16"` or `"float16"`."""
+    import torch
+
+    dtypes: dict[str, Any] = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+    return dtypes[name]
+
+
+def from_torch(dtype: "torch.dtype") -> str:
+    """Returns the name of any `torch.dtype`, such as `"float32"` or `"uint8"`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,372 @@
+"""A run consists of features, each one capability with hooks that do nothing by default, which share one `Run`.
+
+`PrecisionMixin.features` lists the features of a trainer, outermost first. The around-hooks are middleware: a feature
+receives the rest of the chain as `call`, and may run it, run it again, or raise an error instead.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from .coverage import SafetyContract
+from .errors import PrecisionWarning, Problem
+
+
+if TYPE_CHECKING:
+    from ..boundaries.placement import BoundaryPlan
+    from ..model.inventory import ModelInventory
+    from ..policy.distributed import Engine
+    from ..policy.resolve import PrecisionPolicy
+    from ..policy.settings import PrecisionSettings
+    from ..weights.prepare import PreparedWeights
+
+_FeatureT = TypeVar("_FeatureT", bound="Feature")
+_LIBRARIES = ("safe_trainers", "trl", "transformers", "accelerate", "torch", "contextlib", "functools")
+"""Packages whose lines a warning never points to."""
+
+
+class Feature:
+    """One capability of a run. A subclass overrides the hooks that it needs.
+
+    Args:
+        run: The run. Its settings and its model are set; the policy is resolved before `check` is called.
+
+    Attributes:
+        name: Key of the feature's state in checkpoints; features without state need none.
+        run: The run.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, run: "Run") -> None:
+        self.run = run
+
+    # ---- Construction ----
+
+    def check(self, model: Any) -> Iterable[Problem]:
+        """Returns the problems of the loaded model, before an optimizer or an engine exists.
+
+        Args:
+            model: The policy model; its weights have their final dtypes.
+
+        Returns:
+            Refusals, which are raised together with those of other features, and warnings.
+        """
+        return ()
+
+    def engine_kwargs(self, module: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Changes the keyword arguments of a vLLM engine that TRL builds.
+
+        Args:
+            module: Name of the module that builds the engine.
+            arguments: TRL's keyword arguments.
+
+        Returns:
+            The keyword arguments to use.
+        """
+        return arguments
+
+    def ready(self) -> None:
+        """Called at the end of construction, when the trainer and its engine exist."""
+
+    # ---- Training ----
+
+    def on_train_begin(self) -> None:
+        """Called when `train` begins, before a checkpoint is loaded."""
+
+    def on_train_end(self) -> None:
+        """Called when `train` has ended without an error."""
+
+    def before_step(self) -> None:
+        """Called before an optimizer step, when the gradients are final."""
+
+    def after_step(self, skipped: bool) -> None:
+        """Called after an optimizer step.
+
+        Args:
+            skipped: Whether the step was skipped because gradients were not finite.
+        """
+
+    def on_grad_norm(self, norm: Any) -> None:
+        """Called with the gradient norm of a step, before it is logged.
+
+        Args:
+            norm: A number or a tensor of one element; `None` if it is unknown.
+        """
+
+    # ---- Around methods of TRL: `call` runs the inner features and TRL's method, and returns its result ----
+
+    def before_rollout(self, prompt_ids: Any) -> None:
+        """Called before each turn of generation.
+
+        Args:
+            prompt_ids: Token ids of each prompt.
+        """
+
+    def before_loss(self, inputs: Any) -> None:
+        """Called before each loss, in training and in evaluation.
+
+        Args:
+            inputs: The slice of the batch, usually a mapping.
+        """
+
+    def before_scoring(self, inputs: Mapping[str, Any]) -> None:
+        """Called before completions are scored.
+
+        Args:
+            inputs: The first arguments of the scoring method by name: `model`, `input_ids` and `attention_mask`,
+                (B, P + C), and `logits_to_keep`, C.
+        """
+
+    def around_batch(self, call: Callable[[], Any]) -> Any:
+        """Wraps `_generate_and_score_completions`: a rollout batch, before TRL buffers and slices it."""
+        return call()
+
+    def around_rollout(self, call: Callable[[], Any]) -> Any:
+        """Wraps `_generate_single_turn`: one turn of generation."""
+        return call()
+
+    def around_scoring(self, call: Callable[[], Any]) -> Any:
+        """Wraps `_get_per_token_logps_and_entropies`: log-probabilities of completions, in rollouts and in losses."""
+        return call()
+
+    def around_rewards(self, call: Callable[[], Any]) -> Any:
+        """Wraps `_calculate_rewards`: the rewards of all ranks by function, (N, F)."""
+        return call()
+
+    def around_loss(self, call: Callable[[], Any]) -> Any:
+        """Wraps `compute_loss`, in training and in evaluation."""
+        return call()
+
+    def around_evaluation(self, call: Callable[[], Any]) -> Any:
+        """Wraps `evaluation_loop`."""
+        return call()
+
+    def on_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Changes the inputs that were prepared for a model.
+
+        Args:
+            inputs: The inputs by name; must not be modified.
+
+        Returns:
+            The inputs to use.
+        """
+        return inputs
+
+    # ---- Logs ----
+
+    def before_log(self, mode: str) -> None:
+        """Called on every rank before a log, so that collective operations are possible.
+
+        Args:
+            mode: `"train"` or `"eval"`.
+        """
+
+    def on_log(self, logs: Mapping[str, float], mode: str) -> Mapping[str, float]:
+        """Returns metrics to add to a log.
+
+        Args:
+            logs: The logged metrics.
+            mode: `"train"` or `"eval"`.
+
+        Returns:
+            The metrics by name.
+        """
+        return {}
+
+    def on_model_card(self, path: Path) -> None:
+        """Called after TRL has written the model card.
+
+        Args:
+            path: Path of the card.
+        """
+
+    # ---- Checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state that a resumed run needs: tensors, numbers, strings, lists and mappings."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state from a checkpoint.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+
+
+class Run:
+    """The state of one run that its features share.
+
+    Args:
+        trainer: The trainer; its construction may not be complete yet.
+
+    Attributes:
+        trainer: The trainer.
+        args: The training arguments.
+        settings: The precision settings.
+        policy: The dtypes of the run, each with its reason.
+        inventory: The dtypes of the model.
+        weights: The casts of weights.
+        boundaries: The dtype boundaries in the model.
+        engine: The engine that runs the model in several processes, and its dtypes.
+        coverage: The guarantees of the trainer class, and which hooks have fired.
+        features: The features, outermost first.
+        skipped_in_a_row: Optimizer steps skipped since the last one that was applied.
+        loss_scale: The monitor of the loss scale (`numerics.loss_scale.LossScaleWatch`).
+        casts_late: Whether an engine (DeepSpeed) casts the weights after the inventory was taken.
+        joins_features: Whether the model concatenates features before it casts them itself.
+        model_is_live: Whether the user passed a model, not the name of one.
+    """
+
+    args: Any
+    settings: "PrecisionSettings"
+    policy: "PrecisionPolicy"
+    inventory: "ModelInventory"
+    weights: "PreparedWeights"
+    boundaries: "BoundaryPlan"
+    engine: "Engine"
+    coverage: SafetyContract
+    loss_scale: Any
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.features: tuple[Feature, ...] = ()
+        self.skipped_in_a_row = 0
+        self.casts_late = self.joins_features = False
+        self.model_is_live = False
+        self._model: Any = None
+        self._by_hook: dict[str, tuple[Feature, ...]] = {}
+        self._warned: set[str] = set()
+
+    def begin(self, model: Any, args: Any, settings: "PrecisionSettings", features: Sequence[type[Feature]]) -> None:
+        """Creates the features.
+
+        Args:
+            model: The policy model.
+            args: The training arguments.
+            settings: The precision settings.
+            features: The classes of the features, outermost first.
+        """
+        self._model, self.args, self.settings = model, args, settings
+        self.features = tuple(feature(self) for feature in features)
+
+    # ---- For features ----
+
+    @property
+    def model(self) -> Any:
+        """The policy model, possibly wrapped."""
+        return getattr(self.trainer, "model", self._model)
+
+    @property
+    def accelerator(self) -> Any:
+        """The trainer's accelerator."""
+        return self.trainer.accelerator
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps so far."""
+        return int(self.trainer.state.global_step)
+
+    @property
+    def mode(self) -> str:
+        """`"train"` or `"eval"`, as TRL decides it."""
+        return "train" if self.model.training else "eval"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the main process."""
+        return bool(self.args.process_index == 0)
+
+    @property
+    def sharded(self) -> str | None:
+        """The engine that shards the weights, `"FSDP"` or `"ZeRO-3"`; `None` if each process has all of them."""
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and plugin.zero_stage == 3:
+            return "ZeRO-3"
+        return "FSDP" if self.trainer.is_fsdp_enabled else None
+
+    def feature(self, kind: type[_FeatureT]) -> _FeatureT:
+        """Returns the run's feature of a class.
+
+        Args:
+            kind: The class of the feature, or a base class.
+
+        Raises:
+            KeyError: If the trainer has no such feature.
+        """
+        for feature in self.features:
+            if isinstance(feature, kind):
+                return feature
+        raise KeyError(f"{type(self.trainer).__name__}.features has no {kind.__name__}")
+
+    def log_metric(self, name: str, values: Iterable[float]) -> None:
+        """Adds values to TRL's metrics, which TRL averages in the next log. Does nothing if the trainer has none.
+
+        Args:
+            name: Name of the metric.
+            values: Its values.
+        """
+        metrics = getattr(self.trainer, "_metrics", None)
+        if metrics is not None:
+            metrics[self.mode][name].extend(values)
+
+    def warn_once(self, problem: Problem, key: str | None = None) -> None:
+        """Gives a warning, once and on the main process only.
+
+        Args:
+            problem: The problem.
+            key: Problems with the same key are given once; by default the id.
+        """
+        key = key or problem.id or problem.what
+        if key not in self._warned and self.is_main:
+            warnings.warn(str(problem), PrecisionWarning, stacklevel=_level_of_user())
+        self._warned.add(key)
+
+    # ---- For the trainer ----
+
+    def around(self, hook: str, call: Callable[[], Any]) -> Any:
+        """Runs a call inside an around-hook of all features.
+
+        Args:
+            hook: Name of the hook.
+            call: The innermost call.
+
+        Returns:
+            The result of the outermost feature.
+        """
+        for feature in reversed(self.having(hook)):
+            call = partial(getattr(feature, hook), call)
+        return call()
+
+    def tell(self, hook: str, *args: Any) -> None:
+        """Calls a hook of all features.
+
+        Args:
+            hook: Name of the hook.
+            *args: Its arguments.
+        """
+        for feature in self.having(hook):
+            getattr(feature, hook)(*args)
+
+    def having(self, hook: str) -> tuple[Feature, ...]:
+        """Returns the features that override a hook, in their order.
+
+        Args:
+            hook: Name of the hook.
+        """
+        if hook not in self._by_hook:
+            found = (f for f in self.features if getattr(type(f), hook) is not getattr(Feature, hook))
+            self._by_hook[hook] = tuple(found)
+        return self._by_hook[hook]
+
+
+def _level_of_user() -> int:
+    """Returns the `stacklevel` for the caller's `warnings.warn` that points to the first line outside of libraries."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,144 @@
+"""Every attribute of an upstream object that this package replaces, and the only functions that replace one.
+
+`patched` replaces attributes while a block runs, and restores them when it ends. `replace` replaces a method of one
+instance (a module of the user's model, the trainer's own vLLM generation) as long as the instance lives, and `restore`
+undoes that. Classes are never changed, and modules only with `patched`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Attributes that are replaced.
+
+    Attributes:
+        owner: The object that is changed.
+        names: The attributes.
+        lasts: How long they are replaced.
+        why: Why no public interface does the same.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    lasts: str
+    why: str
+
+
+CONSTRUCTION, LIFETIME, BLOCK = "construction of the trainer", "lifetime of the object", "one block"
+
+PATCHES: Mapping[str, Patch] = {
+    "peft-maker": Patch(
+        "modules of TRL", ("get_peft_model",), CONSTRUCTION,
+        "TRL casts the adapters of quantised models right after it creates them, with no hook in between",
+    ),
+    "given-adapter": Patch(
+        "the model that was passed", ("add_adapter",), CONSTRUCTION,
+        "TRL adds a reference adapter to it; PEFT may leave that adapter trainable, and TRL then casts it",
+    ),
+    "fused-head": Patch(
+        "modules of TRL", ("add_fused_lm_head",), CONSTRUCTION,
+        "the fused head multiplies with the head's weight and never calls the head; an argument selects float32",
+    ),
+    "chunked-head": Patch(
+        "modules of TRL", ("_patch_chunked_ce_lm_head",), CONSTRUCTION,
+        "some releases use it instead of the fused head; it has no argument for float32",
+    ),
+    "vllm-engine": Patch(
+        "modules of TRL", ("LLM",), CONSTRUCTION, "TRL passes no dtype to the engine, and may quantise its weights",
+    ),
+    "weight-sync": Patch(
+        "the trainer's VLLMGeneration", ("sync_weights",), LIFETIME,
+        "TRL merges adapters into the base in place, and does not support kernels that pack weights",
+    ),
+    "prompt-check": Patch(
+        "the trainer's VLLMGeneration", ("generate",), LIFETIME,
+        "TRL discards the prompt ids that vLLM returns",
+    ),
+    "image-places": Patch(
+        "the engine's multimodal processor", ("_maybe_apply_prompt_updates",), LIFETIME,
+        "vLLM replaces image tokens of prompts in which they are already complete, and no switch turns that off",
+    ),
+    "weight-names": Patch(
+        "the engine's model", ("load_weights",), LIFETIME,
+        "the weights of SigLIP and CLIP towers have other names in transformers 5 than in vLLM",
+    ),
+    "merged-view": Patch(
+        "the PEFT model", ("merge_adapter", "unmerge_adapter", "parameters", "named_parameters"), BLOCK,
+        "TRL's weight sync reads merged weights from the model; they are merged outside of it instead",
+    ),
+    "cast-of-all": Patch(
+        "modules of the model", ("_apply",), BLOCK,
+        "continuous batching casts the model in place; some buffers and modules must not be cast",
+    ),
+    "float32-module": Patch(
+        "modules in fp32_modules", ("forward", "_old_forward"), LIFETIME,
+        "inputs must be cast, and autocast disabled, around the whole method",
+    ),
+    "float32-head": Patch(
+        "TRL's cast_lm_head_to_fp32 head", ("forward",), LIFETIME, "autocast would round its matrix products again",
+    ),
+    "features": Patch(
+        "modules around the text model", ("get_image_features", "get_video_features", "get_audio_features"), LIFETIME,
+        "their outputs must be cast to the dtype of the embeddings, and methods have no hooks",
+    ),
+    "fsdp2-forward": Patch(
+        "the policy model", ("forward", "_original_forward"), LIFETIME,
+        "accelerate runs the forward pass under autocast, except with FSDP2",
+    ),
+}  # fmt: skip
+"""Every patch of the package, by id."""
+
+
+@contextlib.contextmanager
+def patched(patch: str, owner: Any, **values: Any) -> Iterator[None]:
+    """Replaces attributes of an object while the block runs.
+
+    Args:
+        patch: Key in `PATCHES`.
+        owner: A module or an instance.
+        **values: The new value of each attribute.
+    """
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    try:
+        for name, value in values.items():
+            replace(patch, owner, name, value)
+        yield
+    finally:
+        for name in values:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
+def replace(patch: str, owner: Any, name: str, value: Any) -> None:
+    """Replaces an attribute of an instance.
+
+    Args:
+        patch: Key in `PATCHES`.
+        owner: The instance.
+        name: The attribute.
+        value: Its new value.
+
+    Raises:
+        KeyError: If `PATCHES` has no such patch, or the patch does not list the attribute.
+    """
+    if name not in PATCHES[patch].names:
+        raise KeyError(f"the patch {patch!r} does not list {name!r}")
+    vars(owner)[name] = value
+
+
+def restore(owner: Any, name: str) -> bool:
+    """Restores the method of its class on an instance.
+
+    Args:
+        owner: The instance.
+        name: The method.
+
+    Returns:
+        Whether the method had been replaced.
+    """
+    return vars(owner).pop(name, None) is not None

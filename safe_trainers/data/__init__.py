@@ -1,0 +1,1 @@
+"""Datasets of recipes: loading, columns, images."""

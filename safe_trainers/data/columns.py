@@ -1,0 +1,153 @@
+"""Names of the embedded models and datasets, and the columns that each task needs.
+
+Plain values: neither torch nor TRL is imported here.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..core.errors import Fix, Problem, nearest
+from ..tiny import FAMILIES
+
+
+TINY = "tiny:"
+"""Prefix of the embedded models and datasets, which need no files: `tiny:aria`, `tiny:shapes`."""
+
+EMBEDDED_MODELS = (*FAMILIES, "reward")
+"""The embedded models; `reward` is a text model with a score head."""
+
+BLIND_MODELS = frozenset({"text", "gpt_oss", "reward"})
+"""The embedded models that accept no images."""
+
+COLUMNS = {
+    "grpo": (("prompt",),),
+    "rloo": (("prompt",),),
+    "sft": (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
+    "reward": (("chosen", "rejected"),),
+}
+"""The columns that each task needs: one of these groups."""
+
+IMAGES = frozenset({"image", "images"})
+"""The columns that hold images."""
+
+EMBEDDED_DATASETS = {"shapes": ("prompt", "image", "solution"), "preferences": ("chosen", "rejected")}
+"""The embedded datasets and their columns."""
+
+
+def embedded_name(value: str | None) -> str | None:
+    """The name after `tiny:`; `None` if the value does not name an embedded model or dataset.
+
+    Args:
+        value: A model or a dataset, as a recipe names it.
+    """
+    return value.removeprefix(TINY) if value is not None and value.startswith(TINY) else None
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a folder: a name on the hub has at most one slash and does not start with a dot.
+
+    Args:
+        name: A model or a dataset, as a recipe names it.
+    """
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
+
+
+def missing_columns(task: str, name: str, columns: Sequence[str], needs_images: bool) -> Problem | None:
+    """The problem of a dataset without the columns that a recipe needs.
+
+    Args:
+        task: The task's name.
+        name: The dataset's name.
+        columns: Its columns; empty for a stream that does not tell.
+        needs_images: Whether the recipe needs images.
+
+    Returns:
+        The problem, with the columns that are there; `None` if none is missing.
+    """
+    if columns and not any(set(group) <= set(columns) for group in COLUMNS[task]):
+        wanted = ", or ".join(" and ".join(group) for group in COLUMNS[task])
+        return Problem(f"dataset {name} has the columns {', '.join(columns)}; {task} needs {wanted}")
+    if not needs_images or IMAGES & set(columns):
+        return None
+    similar = next((column for column in columns if nearest(column, sorted(IMAGES))), None)
+    what = f"dataset {name} has no `image` or `images` column, only {', '.join(columns)}, and this recipe needs images"
+    if similar is not None:
+        return Problem(what, fix=Fix(f"rename the column {similar!r} to 'images'"))
+    return Problem(what, fix=Fix("use a dataset with images, or write `needs_images=False`"))
+
+
+MAX_BYTES = 2**20
+"""The number of characters of a file that are read."""
+
+
+_TEXT = {".json", ".jsonl", ".csv", ".tsv"}
+
+
+def local_columns(path: Path, split: str = "train") -> list[str] | None:
+    """The columns of a local dataset.
+
+    Args:
+        path: A file, or a folder of them as `datasets.load_dataset` reads it.
+        split: The split to prefer, which is part of a file's name or of its folder's.
+
+    Returns:
+        The columns; `None` if neither a text file nor a Parquet footer lists them.
+    """
+    for file in _candidates(path, split):
+        columns = _columns(file)
+        if columns is not None:
+            return columns
+    return None
+
+
+def _candidates(path: Path, split: str) -> Iterator[Path]:
+    if os.path.isfile(path):
+        yield path
+        return
+    names = sorted(p for p in path.rglob("*") if p.suffix in {*_TEXT, ".parquet"} and not _hidden(p, path))
+    named = [p for p in names if split in p.relative_to(path).as_posix().lower()]
+    yield from (named or names)[:1]
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in file.relative_to(root).parts) or file.name in {
+        "dataset_info.json",
+        "dataset_infos.json",
+        "dataset_dict.json",
+        "state.json",
+    }
+
+
+def _columns(file: Path) -> list[str] | None:
+    try:
+        if file.suffix == ".parquet":
+            return _parquet(file)
+        with file.open(encoding="utf-8-sig") as lines:  # pandas skips a byte order mark, too
+            text = lines.read(MAX_BYTES)
+        if file.suffix in {".csv", ".tsv"}:
+            return next(csv.reader(text.splitlines(), delimiter="\t" if file.suffix == ".tsv" else ","), None)
+    except (OSError, ValueError, csv.Error):
+        return None
+    try:
+        first, _ = json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        first = None
+    if isinstance(first, list):
+        first = first[0] if first else None
+    return list(first) if isinstance(first, dict) else None
+
+
+def _parquet(file: Path) -> list[str] | None:
+    """The columns of a Parquet file; importing pyarrow, which `datasets` needs, takes a tenth of a second."""
+    try:
+        from pyarrow.lib import ArrowInvalid  # type: ignore[import-untyped]
+        from pyarrow.parquet import read_schema  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    try:
+        return list(read_schema(file).names)
+    except ArrowInvalid:
+        return None

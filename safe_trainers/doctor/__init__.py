@@ -1,0 +1,1 @@
+"""Checks whether a machine and its environment can train."""

@@ -1,0 +1,1 @@
+"""Explains error messages and logs."""

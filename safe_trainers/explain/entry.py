@@ -1,0 +1,68 @@
+"""One known error: its messages, its cause, and the line to write."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+
+ANY = "…"
+"""Placeholder in a message for anything: a path, a number, a dtype."""
+
+GAP = 160
+"""The most characters, without white space, that `ANY` stands for."""
+
+Kind: TypeAlias = Literal["error", "launcher", "warning"]
+"""`"error"` stops a run; `"launcher"` only reports that another error did; `"warning"` does not stop a run."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An error that users paste.
+
+    Attributes:
+        id: Stable slug; errors of this package print it in brackets.
+        package: The package that raises or logs the error.
+        messages: Its messages, one for each wording that a release has. White space is ignored, so that a line that a
+            terminal has wrapped is found too.
+        cause: The cause of the error.
+        fix: The line to write or to run.
+        kind: Whether it stops a run.
+        link: The upstream issue; for entries without a link tests/explain/test_catalogue.py provokes the error.
+    """
+
+    id: str
+    package: str
+    messages: tuple[str, ...]
+    cause: str
+    fix: str
+    kind: Kind = "error"
+    link: str | None = None
+
+    def places(self, squeezed: str) -> Iterator[tuple[int, int]]:
+        """Finds the entry's messages in a log.
+
+        A gap has an upper bound and each message begins with fixed words: the time is linear in the length of a log.
+
+        Args:
+            squeezed: The log without white space.
+
+        Yields:
+            The start and the end of each match.
+        """
+        for start, pattern in self._patterns:
+            if start in squeezed:  # many times faster than the pattern, and mostly false
+                yield from (match.span() for match in pattern.finditer(squeezed))
+
+    @cached_property
+    def _patterns(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
+        """The first words and the pattern of each message."""
+        gap = f".{{0,{GAP}}}?"
+        parts = [[squeeze(part) for part in message.split(ANY)] for message in self.messages]
+        return tuple((words[0], re.compile(gap.join(map(re.escape, words)), re.DOTALL)) for words in parts)
+
+
+def squeeze(text: str) -> str:
+    """Removes all white space."""
+    return "".join(text.split())

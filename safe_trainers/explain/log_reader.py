@@ -1,0 +1,277 @@
+"""Finds the error that stopped a run in a message or a log, and explains it.
+
+First, everything around the messages is removed: colours, progress bars, the prefixes of ranks, the frames of
+tracebacks. Then one exception is chosen as the cause: the first of a chain, the last of several chains that is not a
+launcher's, and with several ranks that of the rank that failed first.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from ..core.errors import Fix, Problem
+from ..report.document import Report, Table
+from .catalogue import entries, hits
+from .entry import Entry, squeeze
+
+
+MAX_BYTES = 4 * 2**20
+"""Bytes that are read from the end of a log."""
+
+_MAX_MESSAGE = 20_000
+"""Characters of one message that are searched."""
+
+_FIRST, _LAST = 300, 1000
+"""How many exceptions of a log are searched: the first, which include the rank that failed first, and the last."""
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[\x00\x07\x08]")
+_PREFIX = re.compile(
+    r"^(?:[>│┃|] ?|\[(?:rank|default)\d+\]:? ?|\[\d+,\d+\]<std(?:err|out)>:? ?|\(\w+(?: pid=\d+)?(?:, ip=[\d.]+)?\) "
+    r"|(?:ERROR|INFO|WARNING) \d\d-\d\d \d\d:\d\d:\d\d \[[\w./]+:\d+\] |\d{1,4}: |E   )+",
+    re.MULTILINE,
+)
+_BOX = re.compile(r"[│┃╭╮╰╯]|[─━]{2,}")
+_FRAME = re.compile(r"^([ \t]+)File \"[^\"\n]*\", line \d+.*(?:\n\1[ \t]+.*)*", re.MULTILINE)
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Timeout)(?=:\s|:?$)", re.MULTILINE
+)
+_END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
+_LINK = re.compile(
+    r"The above exception was the direct cause of the following exception"
+    r"|During handling of the above exception, another exception occurred"
+)
+_RANK = re.compile(r"^\W*\[(?:rank|default)(\d+)\]")
+_WORD = re.compile(r"[A-Za-z_]{3,}")
+_FIX = r"fix: (.+?)\s*\[{}\]"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A known error in a log.
+
+    Attributes:
+        entry: Its entry.
+        line: The line that it is reported at, from 1.
+        times: How often it occurs.
+        fix: The line to write: that of the message itself if it has one, else that of the entry.
+    """
+
+    entry: Entry
+    line: int
+    times: int
+    fix: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The explanation of a log.
+
+    Attributes:
+        subject: The message of the cause; the last line without an exception.
+        found: The known errors: the cause first, then others, then warnings, then those that only report the cause.
+        explained: Whether the cause is known.
+        near: Entries that resemble the cause, if it is not known.
+    """
+
+    subject: str
+    found: tuple[Found, ...]
+    explained: bool
+    near: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An exception in a log, with its line, its chain of exceptions, its rank and its entries."""
+
+    message: str
+    line: int
+    chain: int
+    rank: str | None
+    known: tuple[Entry, ...]
+
+    @property
+    def launcher(self) -> bool:
+        """Whether the exception only reports another one."""
+        return bool(self.known) and all(entry.kind == "launcher" for entry in self.known)
+
+
+def decode(raw: bytes) -> str:
+    """Decodes the end of a log.
+
+    Args:
+        raw: The bytes of the log, in UTF-8 or UTF-16; others become U+FFFD.
+
+    Returns:
+        Its last `MAX_BYTES` bytes as text.
+    """
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):  # PowerShell's redirection writes UTF-16
+        return raw.decode("utf-16", errors="replace")[-MAX_BYTES:]
+    return raw[-MAX_BYTES:].decode("utf-8", errors="replace")
+
+
+def clean(text: str) -> str:
+    """Removes colours, progress bars, prefixes of ranks and frames of tracebacks.
+
+    Args:
+        text: A message or a log.
+
+    Returns:
+        The text; its lines keep their numbers.
+    """
+    text = text.replace("\r\n", "\n")
+    if "\r" in text:  # a progress bar overwrites its line: only the text after the last carriage return was visible
+        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    text = _PREFIX.sub("", _ESCAPES.sub("", text))
+    if "─" in text or "│" in text:
+        text = _BOX.sub("", text)
+    return _FRAME.sub(lambda frame: "\n" * frame[0].count("\n"), text)
+
+
+def explain(text: str) -> Explanation:
+    """Explains a message or a log.
+
+    Args:
+        text: The message or the log.
+
+    Returns:
+        The explanation; `found` is empty if the text contains no known message.
+    """
+    plain = clean(text)
+    raised = list(_raised(plain, text))
+    cause = _cause(raised)
+    outside = _outside_exceptions(plain, {entry.id for error in raised for entry in error.known})
+    ordered = _known_exceptions(raised, cause)
+    ordered += sorted(outside, key=lambda found: found.entry.kind == "warning")
+    ordered.sort(key=lambda found: found.entry.kind == "launcher")
+    chain = [error for error in raised if cause is not None and error.chain == cause.chain]
+    if cause is None or all(error.launcher for error in raised):
+        explained = any(found.entry.kind != "launcher" for found in ordered)
+    else:
+        explained = any(entry.kind != "launcher" for error in chain for entry in error.known)
+    lines = [line for line in plain.splitlines() if line.strip()]
+    subject = cause.message if cause is not None else lines[-1].strip() if lines else ""
+    near = () if explained else _near(subject)
+    return Explanation(_shorten(subject), tuple(ordered), explained, near)
+
+
+def report(explanation: Explanation) -> Report:
+    """Builds the report that `safe-trainers explain` prints: cause and fix of each known error, the cause first.
+
+    Args:
+        explanation: The explanation.
+
+    Returns:
+        The report; its exit status is 0 if the cause is known, else 1.
+    """
+    verdicts = []
+    if not explanation.explained:
+        near = ", ".join(f"{entry.id} ({entry.messages[0]!r})" for entry in explanation.near)
+        verdicts.append(
+            Problem(
+                "this error is not in the catalogue" + (f"; the nearest are {near}" if near else ", nor one like it"),
+                fix=Fix("safe-trainers doctor, and the first traceback of the log"),
+                level="warning",
+            )
+        )
+    for found in explanation.found:
+        link = f" See {found.entry.link}" if found.entry.link else ""
+        text = f"{found.entry.id} ({found.entry.package}): {found.entry.cause}{link}"
+        verdicts.append(Problem(text, fix=Fix(found.fix), id=found.entry.id, level="note"))
+    rows = tuple((found.entry.id, found.entry.package, found.line, found.times) for found in explanation.found)
+    tables = (Table("known errors", ("id", "package", "line", "times"), rows),) if rows else ()
+    return Report("explanation", explanation.subject, tables=tables, verdicts=tuple(verdicts))
+
+
+def _raised(plain: str, original: str) -> Iterator[_Raised]:
+    """Yields the exceptions of a log in order, each with the entries of its message."""
+    originals = original.replace("\r\n", "\n").split("\n")
+    starts = [match.start() for match in _EXCEPTION.finditer(plain)]
+    if len(starts) > _FIRST + _LAST:
+        starts = starts[:_FIRST] + starts[-_LAST:]
+    known: dict[str, tuple[Entry, ...]] = {}
+    chain, line, last = 0, 1, 0
+    for start, following in pairwise([*starts, len(plain)]):
+        end = min(following, start + _MAX_MESSAGE)
+        stop = _END.search(plain, start, end)
+        message = plain[start : stop.start() if stop else end].strip()
+        if last and not _LINK.search(plain, last, start):
+            chain += 1
+        line += plain.count("\n", last, start)
+        squeezed = squeeze(message)
+        if squeezed not in known:
+            known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed)))
+        rank = _RANK.match(originals[line - 1])
+        yield _Raised(message, line, chain, rank[1] if rank else None, known[squeezed])
+        last = start
+
+
+def _cause(raised: Sequence[_Raised]) -> _Raised | None:
+    """Returns the exception that stopped the run; `None` if the log has no exception."""
+    own = [error for error in raised if not error.launcher] or list(raised)
+    if not own:
+        return None
+    ranked = [error for error in own if error.rank is not None]
+    # After one rank fails, the others lose their connection to it.
+    several = len({error.rank for error in ranked}) > 1
+    chosen = ranked[0].chain if several else own[-1].chain
+    chain = [error for error in own if error.chain == chosen]
+    return next((error for error in chain if error.known), chain[0])
+
+
+def _known_exceptions(raised: Sequence[_Raised], cause: _Raised | None) -> list[Found]:
+    """Returns the known errors in exceptions: first the cause's chain from the inside out, then others, last first."""
+    if cause is None:
+        return []
+    chain = [error for error in raised if error.chain == cause.chain]
+    others = [error for error in reversed(raised) if error.chain != cause.chain]
+    found: dict[str, Found] = {}
+    for error in (*chain, *others):
+        for entry in error.known:
+            if entry.id in found:
+                continue
+            own = re.search(_FIX.format(re.escape(entry.id)), error.message, re.DOTALL)
+            times = sum(entry in other.known for other in raised)
+            found[entry.id] = Found(entry, error.line, times, " ".join(own[1].split()) if own else entry.fix)
+    return list(found.values())
+
+
+def _outside_exceptions(plain: str, seen: set[str]) -> list[Found]:
+    """Returns known errors outside exceptions (warnings, logger lines, messages without a class), last first."""
+    lines = plain.split("\n")
+    squeezed = [squeeze(line) for line in lines]
+    offsets = list(accumulate((len(line) for line in squeezed), initial=0))
+    found: dict[str, Found] = {}
+    for hit in reversed(hits("".join(squeezed))):
+        if hit.entry.id in seen:
+            continue
+        before = found.get(hit.entry.id)
+        # Empty lines start where the next line does; the last line that starts there contains the match.
+        line = before.line if before else bisect_right(offsets, hit.start)
+        times = before.times + 1 if before else 1
+        found[hit.entry.id] = Found(hit.entry, line, times, hit.entry.fix)
+    return list(found.values())
+
+
+def _near(subject: str, most: int = 3) -> tuple[Entry, ...]:
+    """Returns the entries whose messages share most of their words with a message."""
+    words = set(_WORD.findall(subject))
+
+    def likeness(entry: Entry) -> float:
+        return max((_share(set(_WORD.findall(text)), words) for text in entry.messages), default=0.0)
+
+    scored = sorted(((likeness(entry), entry) for entry in entries().values()), key=lambda pair: -pair[0])
+    return tuple(entry for score, entry in scored[:most] if score >= 0.4)
+
+
+def _share(words: set[str], given: set[str]) -> float:
+    """Returns the share of `words` that are in `given`; 0 if they share at most one word."""
+    common = len(words & given)
+    return common / len(words) if common > 1 else 0.0
+
+
+def _shorten(message: str, most: int = 200) -> str:
+    """Returns the message in one line of at most `most` characters."""
+    line = " ".join("".join(c if c.isprintable() or c.isspace() else "\ufffd" for c in message[:_MAX_MESSAGE]).split())
+    return line if len(line) <= most else line[: most - 1] + "…"

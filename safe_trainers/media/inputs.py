@@ -1,0 +1,108 @@
+"""Moves batches to the device, with media tensors in the dtype of the tower that consumes them."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.feature import Feature, Run
+from ..model.parts import unwrap
+from .caster import MediaCaster, MediaCollator, MediaDecision
+
+
+logger = logging.getLogger(__name__)
+
+
+class MediaInputs(Feature):
+    """Moves batches to the device and casts their media."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._caster: MediaCaster | None = None
+
+    @property
+    def decisions(self) -> list[MediaDecision]:
+        """The decision on each media tensor that has been seen so far."""
+        return list(self._caster.decisions.values()) if self._caster is not None else []
+
+    @property
+    def caster(self) -> MediaCaster:
+        """The caster, created on first use, when all models of the trainer exist."""
+        if self._caster is None:
+            trainer = self.run.trainer
+            contexts: list[Callable[[], Any]] = [trainer.compute_context]
+            if self.run.policy.rollout.value == "stock":
+                contexts.append(contextlib.nullcontext)
+            plugin = self.run.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+            engine = plugin.hf_ds_config.dtype() if plugin is not None else None
+            sharded = None if self.run.sharded is None else f"{self.run.sharded} shards the weights"
+            self._caster = MediaCaster(trainer.media_keys, self.models(), contexts, sharded, engine)
+        return self._caster
+
+    def models(self) -> list[nn.Module]:
+        """Returns the models of the trainer that consume media: the policy, then reference or teacher models."""
+        policy = unwrap(self.run.model)
+        values = vars(self.run.trainer).values()
+        others = {id(base): base for value in values if (base := _base_model(value)) is not None}
+        return [policy, *(model for model in others.values() if model is not policy)]
+
+    def prepare(self, data: Any) -> Any:
+        """Prepares any part of a batch; replaces `Trainer._prepare_input`.
+
+        Args:
+            data: Nested mappings and lists of tensors, which are not modified.
+
+        Returns:
+            The same structure on the device, with media in the dtype of their tower.
+        """
+        if not isinstance(data, Mapping):
+            return self._move(data)
+        caster = self.caster
+        media = caster.media(data)
+        if caster.undecided(data):
+            caster.decide({key: self._move(value) for key, value in data.items()})
+            for decision in caster.decisions.values():
+                logger.info("media tensor %s: %s", decision.key, decision.reason)
+        return type(data)(  # type: ignore[call-arg]
+            {key: self._move(caster.cast(key, value)) if key in media else self.prepare(value)
+             for key, value in data.items()}
+        )  # fmt: skip
+
+    def around_batch(self, call: Callable[[], Any]) -> Any:
+        """Casts the media of a rollout batch, before TRL buffers and slices it.
+
+        Returns:
+            TRL's batch, or a copy of the mapping if a media tensor had to be cast.
+        """
+        batch = call()
+        self.run.coverage.fired["buffer"] += 1
+        caster = self.caster
+        cast = {key: new for key in caster.media(batch) if (new := caster.cast(key, batch[key])) is not batch[key]}
+        return {**batch, **cast} if cast else batch
+
+    def collator(self, collator: Callable[..., Any]) -> MediaCollator:
+        """Wraps the trainer's collator so that it casts media as decided."""
+        return MediaCollator(collator, lambda: self.caster)
+
+    def _move(self, data: Any) -> Any:
+        """Moves nested tensors to the device without casting them.
+
+        With DeepSpeed, `Trainer` casts every floating-point tensor to the engine's dtype, including tensors that are
+        not model inputs or are multiplied with integer positions.
+        """
+        if isinstance(data, Mapping):
+            return type(data)({key: self._move(value) for key, value in data.items()})  # type: ignore[call-arg]
+        if isinstance(data, (list, tuple)):
+            return type(data)(self._move(value) for value in data)
+        return data.to(self.run.args.device) if isinstance(data, torch.Tensor) else data
+
+
+def _base_model(value: Any) -> nn.Module | None:
+    """Returns the transformers model in an attribute of a trainer; `None` if it contains none."""
+    if not isinstance(value, nn.Module):
+        return None
+    base = unwrap(value)
+    return base if hasattr(base, "get_input_embeddings") else None

@@ -1,0 +1,1 @@
+"""Reads a loaded model: its parts, its dtypes, and whether its forward pass works. Makes no decisions."""

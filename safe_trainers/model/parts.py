@@ -1,0 +1,182 @@
+"""Finds the text model and the towers of a model from its structure, without a list of model families.
+
+The text model is the innermost module that contains the input embeddings and the stack of decoder layers. Its sibling
+modules, and those of the modules around it, are towers and projectors. This was checked with the families of
+transformers 4.57 to 5.23, and also works for remote code with the same structure.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+FEATURE_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
+"""The methods of transformers models that return a tower's features, which are merged into the embeddings."""
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of a model.
+
+    Attributes:
+        embeddings: The input embeddings; `None` if the model has none.
+        text: The module with the decoder layers and the input embeddings.
+        containers: The modules around the text model, outermost first; they merge features into embeddings.
+        towers: Modules with weights outside the text model, by qualified name, outermost only.
+    """
+
+    embeddings: nn.Module | None
+    text: nn.Module
+    containers: tuple[nn.Module, ...]
+    towers: dict[str, nn.Module]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Returns the transformers model inside DDP, `torch.compile` and PEFT wrappers.
+
+    Args:
+        model: A model, possibly wrapped.
+    """
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()  # type: ignore[operator]
+        else:
+            return model
+
+
+def find_parts(model: nn.Module) -> ModelParts:
+    """Finds the parts of a model.
+
+    Args:
+        model: A transformers model, possibly wrapped.
+
+    Returns:
+        The parts. If no module contains both the embeddings and a stack of layers, the whole model counts as text.
+    """
+    base = unwrap(model)
+    embeddings = _call(base, "get_input_embeddings")
+    head = _call(base, "get_output_embeddings")
+    chain = list(_ancestors(base, embeddings))  # outermost first
+    depth = next((i for i in reversed(range(len(chain))) if _has_layers(chain[i])), None)
+    if depth is None:
+        return ModelParts(embeddings, base, (), {})
+    text = chain[depth]
+    inside = {id(module) for module in (*chain, embeddings, head)}
+    # The head of a causal language model inside a composed model is not a tower.
+    inside |= {id(_call(container, "get_output_embeddings")) for container in chain[:depth]}
+    towers = {
+        name: module
+        for container in chain[:depth]
+        for name, module in container.named_children()
+        if id(module) not in inside and next(floating_parameters(module), None) is not None
+    }
+    return ModelParts(embeddings, text, tuple(chain[:depth]), towers)
+
+
+def floating_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the floating-point parameters of a module that are neither quantised nor an adapter's.
+
+    Args:
+        module: Any module.
+
+    Yields:
+        The parameters. A `Params4bit` is left out even if its storage dtype is bfloat16.
+    """
+    stack, seen = [module], set()
+    while stack:
+        place = stack.pop()
+        if id(place) in seen:
+            continue
+        seen.add(id(place))
+        for parameter in place._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if not is_quantized(parameter) and parameter.is_floating_point():
+                yield parameter
+        if place._modules:
+            added = {id(layer) for layer in adapter_layers(place)}
+            below = reversed(place._modules.values())
+            stack += [child for child in below if child is not None and id(child) not in added]
+
+
+def adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters that PEFT added to a module: LoRA factors, DoRA magnitudes, `modules_to_save`."""
+    for child in module.modules():
+        for layer in adapter_layers(child):
+            yield from layer.parameters()
+
+
+def adapter_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the containers that PEFT added to one module, without its children; each has one entry per adapter."""
+    # `adapter_layer_names` and `modules_to_save` are PEFT's plug-in contract, so PEFT need not be imported. They are
+    # looked up directly, because `nn.Module.__getattr__` is slow for missing attributes of thousands of modules.
+    names: Any = vars(module).get("adapter_layer_names") or getattr(type(module), "adapter_layer_names", ())
+    for name in names:
+        layer = getattr(module, name, None)
+        if isinstance(layer, nn.Module):
+            yield layer
+    copies = module._modules.get("modules_to_save")
+    if isinstance(copies, nn.ModuleDict):
+        yield copies
+
+
+def elements_of(parameter: torch.Tensor) -> int:
+    """Returns the number of elements of a parameter, also if ZeRO-3 has replaced it with an empty tensor."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is packed, from its type: the dtype of a packed parameter is only its storage dtype."""
+    return (
+        type(parameter).__module__.split(".")[0] in {"bitsandbytes", "torchao"}
+        or not parameter.is_floating_point()
+        or parameter.element_size() < 2
+    )
+
+
+def _call(module: nn.Module, method: str) -> Any:
+    """Returns the result of an accessor of the model; `None` if the model does not implement it."""
+    if not hasattr(module, method):
+        return None
+    try:
+        return getattr(module, method)()
+    except NotImplementedError:
+        return None
+
+
+def _ancestors(root: nn.Module, target: nn.Module | None) -> Iterator[nn.Module]:
+    """Yields the modules that contain `target`, outermost first, without `target` itself."""
+    if target is None:
+        return
+    name = next((name for name, module in root.named_modules() if module is target), None)
+    if not name:
+        return
+    module = root
+    for part in name.split("."):
+        yield module
+        module = getattr(module, part)
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Whether a child of `module` is a list of layers with weights."""
+    return any(
+        isinstance(child, nn.ModuleList) and next(child.parameters(), None) is not None for child in module.children()
+    )
+
+
+HEADS = ("score", "classifier", "classification_head", "qa_outputs", "v_head")
+"""Names of new heads that are added to a base for a task, unlike the head of a language model."""
+
+MATMUL_LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+"""Modules that multiply their input with their weights; they fail if the two dtypes differ."""
+
+NORM_LEAVES = (nn.LayerNorm, nn.GroupNorm)
+"""Modules that scale their input; half weights fail with any other input dtype, float32 weights on some devices."""

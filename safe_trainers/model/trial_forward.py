@@ -1,0 +1,111 @@
+"""Runs a model's forward pass on a short input, without changing the state of the run."""
+
+import contextlib
+import inspect
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from ..core.dtypes import to_torch
+from .parts import is_quantized, unwrap
+
+
+logger = logging.getLogger(__name__)
+_DTYPE_ERROR = re.compile(r"dtype|scalar ?type|should be the same", re.IGNORECASE)
+"""Matches PyTorch's errors about two different dtypes, on CPU and CUDA."""
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Runs a block without gradients and in evaluation mode, and restores training mode and random state afterwards.
+
+    Args:
+        model: The model that is called in the block.
+    """
+    before = {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    devices = [device] if device.type not in {"cpu", "meta"} else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+        for module in before:
+            # In evaluation mode, bitsandbytes on CPU repacks the weights of a layer permanently.
+            module.training = any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
+        try:
+            yield
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+
+def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:
+    """Makes the inputs of one short prompt, with a grey image or one second of silence if the processor supports them.
+
+    Args:
+        processing_class: The tokenizer or processor of the trainer.
+
+    Returns:
+        Model inputs with one row; only two tokens if the processor takes no media or has no chat template.
+    """
+    images, audio = hasattr(processing_class, "image_processor"), hasattr(processing_class, "feature_extractor")
+    if not (images or audio) or getattr(processing_class, "chat_template", None) is None:
+        tokens = torch.ones((1, 2), dtype=torch.long)  # (B, T)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    media: dict[str, Any]
+    if images:
+        media = {"images": [[Image.new("RGB", (64, 64), (128, 128, 128))]]}
+    else:
+        media = {"audio": [np.zeros(processing_class.feature_extractor.sampling_rate, np.float32)]}
+    kind = "image" if images else "audio"
+    question = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "?"}]}]
+    text = processing_class.apply_chat_template(question, add_generation_prompt=True)
+    return dict(processing_class(text=[text], return_tensors="pt", **media))
+
+
+def trial_error(model: nn.Module, processing_class: Any, autocast: str | None) -> str | None:
+    """Runs a short prompt through a model with several dtypes and returns PyTorch's error about dtypes, if any.
+
+    The trial is needed because the structure of a model does not show whether it multiplies with parameters of its own
+    (fused experts), or casts features itself.
+
+    Args:
+        model: The model, possibly wrapped by PEFT.
+        processing_class: The processor if the run has images; `None` for text only.
+        autocast: The autocast dtype of the run; `None` without autocast.
+
+    Returns:
+        The error message; `None` if the forward pass works, fails for another reason (such as kernels that need
+        another device), or cannot be run because an engine has not loaded the weights yet.
+    """
+    model = unwrap(model)
+    if any(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters()):
+        return None
+    device = next(model.parameters()).device
+    context = contextlib.nullcontext() if autocast is None else torch.autocast(device.type, to_torch(autocast))
+    try:
+        inputs = sample_inputs(processing_class)
+        with undisturbed(model), context:
+            for cached in _caches(model):
+                model(**{name: value.to(device) for name, value in inputs.items()}, **cached)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _DTYPE_ERROR.search(str(error)):
+            return str(error)
+        logger.info(
+            "the trial forward pass failed for a reason other than dtypes: %s: %s", type(error).__name__, error
+        )
+    return None
+
+
+def _caches(model: nn.Module) -> list[dict[str, bool]]:
+    """Returns the `use_cache` arguments to try: with a cache, as in `generate`, and without, as in training.
+
+    A cache converts keys and values to one dtype, which hides that they differ.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return [{"use_cache": True}, {"use_cache": False}]
+    return [{}]

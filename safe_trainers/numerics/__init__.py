@@ -1,0 +1,1 @@
+"""Loss scaling, skipped optimizer steps, and activations that overflow float16."""

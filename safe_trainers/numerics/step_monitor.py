@@ -1,0 +1,197 @@
+"""Counts skipped optimizer steps, and logs metrics of the steps that were taken.
+
+Under fp16 a step whose gradients are not finite is skipped, and the loss scale decreases (see `LossScaleWatch`).
+
+| metric | formula | unit |
+|---|---|---|
+| `precision/loss_scale` | loss scale after the last step | factor |
+| `precision/skipped_steps` | optimizer steps skipped so far in this run | steps |
+| `precision/effective_steps` | optimizer steps taken so far in this run | steps |
+| `precision/grad_norm_finite` | mean of the finite gradient norms, before clipping | as `grad_norm` |
+| `precision/grad_zero_frac` | sampled gradient elements that are 0 after unscaling / all sampled elements | share |
+| `precision/update_lost_frac` | unchanged sampled weights with nonzero gradient / all with nonzero gradient | share |
+| `precision/stalled_params` | parameters without a sampled element that changed between two samplings | parameters |
+
+The first three are logged if the loss is scaled. They count from the start of the run, including resumed parts. The
+others cover the steps since the last log, and are absent without data. Steps after the last log of a loss are in the
+log at the end of training.
+
+The sample has about 4,096 elements, at least 8 of each parameter, and does not change. Each element is weighted by the
+share of its parameter that it represents. It is read every fifth step that is taken with a learning rate above 0.
+Embeddings do not count for `grad_zero_frac`, because the rows of absent tokens have no gradient in any precision.
+
+All metrics are of the whole run: with sharded weights they are summed over ranks. DeepSpeed does not expose gradients,
+so the last three metrics are absent there. All ranks skip the same steps: DDP reduces the gradients before the scaler
+reads them, and FSDP's scaler and DeepSpeed's engine decide for all ranks together.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import PrecisionError, Problem, refuse
+from ..core.feature import Feature, Run
+from ..model.parts import unwrap
+from ..policy.settings import SMALLEST_SCALE
+from .update_sample import EVERY, UpdateSample
+
+
+_NORMS = 1024
+"""Number of gradient norms that are kept on the device before they are summed."""
+
+
+class StepMonitor(Feature):
+    """Counts skipped optimizer steps, stops after too many in a row, and logs the metrics of this module.
+
+    Attributes:
+        skipped: Number of skipped steps so far.
+        taken: Number of steps taken so far.
+        unlogged: Number of steps since the metrics were last logged.
+    """
+
+    name = "steps"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.on_train_begin()
+
+    def on_train_begin(self) -> None:
+        """Resets all counts to zero."""
+        self.skipped = self.taken = self.unlogged = 0
+        self.run.skipped_in_a_row = 0
+        self._loss_scale = self._row_began_at = math.nan
+        self._norms: list[torch.Tensor] = []
+        self._norm_sum, self._norm_count, self._norm_step = 0.0, 0, -1
+        self._sample: UpdateSample | None = None
+        self._sample_state: dict[str, Any] | None = None
+        self._looked_at: int | None = None  # `taken` when the sample was last read
+
+    # ---- Around a step ----
+
+    def before_step(self) -> None:
+        """Reads the sample of gradients and weights, every fifth step."""
+        due = self._looked_at is None or self.taken - self._looked_at >= EVERY
+        if self.run.settings.precision_metrics and due:
+            self._sampled().before()
+
+    def after_step(self, skipped: bool) -> None:
+        """Counts the step.
+
+        Raises:
+            PrecisionError: If too many steps in a row were skipped, or the loss scale is too small to go on.
+        """
+        if skipped and self.run.skipped_in_a_row == 1:
+            self._row_began_at = self.run.loss_scale.before
+        self._loss_scale = self.run.loss_scale.now
+        self.skipped += skipped
+        if self._sample is not None and self._sample.after(skipped):
+            self._looked_at = self.taken
+        self.taken += not skipped
+        self.unlogged += 1
+        limit = self.run.settings.max_consecutive_skips
+        # A scale that is too small would make the next step NaN.
+        if skipped and (self.run.skipped_in_a_row >= limit or self._loss_scale < SMALLEST_SCALE):
+            raise PrecisionError([self._too_many()])
+
+    def _sampled(self) -> UpdateSample:
+        if self._sample is None:
+            self._sample = UpdateSample(self.run.trainer.optimizer, _embeddings(self.run.model))
+            if self._sample_state is not None:
+                self._sample.load(self._sample_state)
+        return self._sample
+
+    def _too_many(self) -> Problem:
+        began, now, step = self._row_began_at, self._loss_scale, self.run.step + 1
+        can_decrease = now >= 1.0
+        return refuse(
+            "optimizer-steps-skipped",
+            f"{self.run.skipped_in_a_row} optimizer steps in a row, up to step {step}, were skipped",
+            began=f"{began:g}",
+            now=f"{now:g}",
+            fix=f"`loss_scale_init={min(now, began):g}`, or `bf16=True`"
+            if can_decrease
+            else "`bf16=True`, which has the range of float32; or find the activations that overflow with "
+            "`overflow_probe_steps=1`, and keep those modules in float32 with `fp32_modules=[...]`",
+        )
+
+    # ---- For the log ----
+
+    def on_grad_norm(self, norm: Any) -> None:
+        """Keeps the gradient norm of a step, without reading it from the device."""
+        step = self.run.step
+        if norm is None or step == self._norm_step or not self.run.settings.precision_metrics:
+            return  # transformers passes the last norm again at the end of an epoch
+        self._norm_step = step
+        self._norms.append(torch.as_tensor(norm).detach())
+        if len(self._norms) >= _NORMS:
+            self._sum_norms()
+
+    def _sum_norms(self) -> None:
+        if self._norms:
+            whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in self._norms]
+            finite = [norm for norm in torch.stack(whole).tolist() if math.isfinite(norm)]
+            self._norm_sum, self._norm_count = self._norm_sum + sum(finite), self._norm_count + len(finite)
+            self._norms.clear()
+
+    def on_log(self, logs: Mapping[str, float], mode: str) -> dict[str, float]:
+        """The metrics since the last log of a training step."""
+        # The last log of a run comes after the last step, which may not have been logged.
+        due = ("loss" in logs and self.run.model.training) or ("train_loss" in logs and self.unlogged)
+        if not due or not self.run.settings.precision_metrics:
+            return {}
+        found: dict[str, float] = {}
+        self.unlogged = 0
+        scales = self.run.loss_scale.scaler is not None
+        if scales:
+            found["loss_scale"] = self._loss_scale
+        if scales or (self.run.args.fp16 and self.run.trainer.is_deepspeed_enabled):
+            found |= {"skipped_steps": float(self.skipped), "effective_steps": float(self.taken)}
+        self._sum_norms()
+        if self._norm_count:
+            found["grad_norm_finite"] = self._norm_sum / self._norm_count
+        self._norm_sum, self._norm_count = 0.0, 0
+        if self._sample is not None or self._sample_state is not None:
+            found |= self._sampled().metrics(self._total)
+        return {f"precision/{name}": value for name, value in found.items()}
+
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+        accelerator = self.run.accelerator
+        if accelerator.num_processes == 1:
+            return sums  # some devices have no float64
+        total: torch.Tensor = accelerator.reduce(sums.to(accelerator.device), "sum")
+        return total
+
+    # ---- Checkpoints ----
+
+    _PLAIN = (
+        "skipped", "taken", "_loss_scale", "_row_began_at", "_norm_sum", "_norm_count", "_norm_step", "_looked_at",
+    )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts and the sample."""
+        self._sum_norms()
+        sample = self._sample_state if self._sample is None else self._sample.state()
+        own = {name: getattr(self, name) for name in self._PLAIN}
+        return {**own, "in_a_row": self.run.skipped_in_a_row, "sample": sample}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the counts and the sample."""
+        for name in self._PLAIN:
+            setattr(self, name, state[name])
+        self.run.skipped_in_a_row = state["in_a_row"]
+        self._sample_state = state["sample"]
+        if self._sample is not None and self._sample_state is not None:
+            self._sample.load(self._sample_state)
+
+
+def _embeddings(model: nn.Module) -> Iterator[int]:
+    """The `id`s of embedding weights that are not tied to the output head."""
+    base: Any = unwrap(model)
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    tied = getattr(head, "weight", None)
+    for module in base.modules():
+        if isinstance(module, nn.Embedding) and module.weight is not tied:
+            yield id(module.weight)

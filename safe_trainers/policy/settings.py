@@ -1,0 +1,245 @@
+"""Every precision setting, with its default, its accepted values and its help text.
+
+The Safe configs inherit from `PrecisionSettings`; recipes and the documentation read the same fields.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..core.dtypes import AUTO, BFLOAT16, FLOAT32, parse_dtype
+from ..core.errors import PrecisionError, Problem, nearest, refuse
+
+
+ROLLOUT_COMPUTE = ("training", "stock")
+ADAPTER_DTYPES = (AUTO, FLOAT32, BFLOAT16)
+LOG, FILE, OFF = REPORT_MODES = ("log", "file", "off")
+
+LARGEST_SCALE = 2.0**126
+"""The largest loss scale whose reciprocal, by which gradients are multiplied, is a normal float32 number."""
+SMALLEST_SCALE = 1 / LARGEST_SCALE
+"""Below this scale the reciprocal is infinite; zero gradients become NaN after the scaler has checked them."""
+
+LOSS_SCALE = {
+    "loss_scale_init": "scale",
+    "loss_scale_growth_interval": "growth_interval",
+    "loss_scale_growth_factor": "growth_factor",
+    "loss_scale_backoff_factor": "backoff_factor",
+}
+"""Each setting of the loss scale, and its key in `torch.amp.GradScaler.state_dict()`."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting accepts.
+
+    Attributes:
+        low: The smallest number.
+        high: The largest number.
+        excluded: The ends that are not accepted themselves: `"low"`, `"high"` or both.
+        integer: Whether the number must be an integer.
+        text: Description of the range; by default made from the other attributes.
+    """
+
+    low: float
+    high: float = math.inf
+    excluded: frozenset[str] = frozenset()
+    integer: bool = False
+    text: str = ""
+
+    def __contains__(self, value: object) -> bool:
+        # Not converted to float, because an integer may be too large for it.
+        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
+            return False
+        if not -math.inf < value < math.inf:
+            return False
+        above = value > self.low if "low" in self.excluded else value >= self.low
+        below = value < self.high if "high" in self.excluded else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        if self.text:
+            return self.text
+        kind = "an integer" if self.integer else "a number"
+        low = f"above {self.low:g}" if "low" in self.excluded else f"of at least {self.low:g}"
+        if math.isinf(self.high):
+            return f"{kind} {low}"
+        return f"{kind} between {self.low:g} and {self.high:g}" + (", both excluded" if self.excluded else "")
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """The values that a setting accepts, and the refusal of other values.
+
+    Attributes:
+        values: The range of numbers, or the choices with the default first.
+        finding: Id of the refusal.
+        recommended: The value that the refusal recommends; by default the default of the setting.
+        unset: Whether `None` is accepted.
+    """
+
+    values: Range | tuple[str, ...]
+    finding: str
+    recommended: Any = None
+    unset: bool = False
+
+
+_SCALE, _STEPS = "loss-scale-out-of-range", "steps-out-of-range"
+
+ACCEPTED: Mapping[str, Accepts] = {
+    "loss_scale_init": Accepts(
+        Range(
+            SMALLEST_SCALE,
+            LARGEST_SCALE,
+            text=f"a number from 2**-126 ({SMALLEST_SCALE:.3g}) to 2**126 ({LARGEST_SCALE:.3g})",
+        ),
+        _SCALE,
+    ),
+    "loss_scale_growth_interval": Accepts(Range(1, integer=True), _SCALE),
+    "loss_scale_growth_factor": Accepts(Range(1, excluded=frozenset({"low"})), _SCALE),
+    "loss_scale_backoff_factor": Accepts(Range(0, 1, frozenset({"low", "high"})), _SCALE),
+    "max_consecutive_skips": Accepts(Range(1, integer=True), _STEPS),
+    "overflow_probe_steps": Accepts(Range(1, integer=True), _STEPS, recommended=100, unset=True),
+    "sync_lost_limit": Accepts(Range(0, 1), "share-out-of-range"),
+    "precision_report": Accepts(REPORT_MODES, "unknown-choice"),
+}
+"""The accepted values of each setting. `resolve` checks dtypes, and settings that depend on the device."""
+
+
+@dataclass
+class PrecisionSettings:
+    """The precision settings of a run.
+
+    Attributes:
+        precision: Compute dtype: `"auto"`, `"fp32"`, `"bf16"` or `"fp16"`, in any spelling of `parse_dtype`. Sets
+            `bf16` and `fp16`. By default these two apply, and `"auto"` if neither is set: bf16 if the device has
+            bfloat16 arithmetic, fp16 on older GPUs, fp32 on CPU.
+        rollout_compute: `"training"` generates in the same autocast context as training; `"stock"` as TRL does.
+        adapter_dtype: Dtype of adapter weights: `"auto"`, `"float32"` or `"bfloat16"`. `"auto"` keeps the values that
+            PEFT made. Only new, randomly initialised adapters of a quantised model are cast to bfloat16, as TRL does,
+            and only if that loses at most 1 % of their updates.
+        upcast_trainables: Whether half-precision trainable weights are cast to float32 if the loss is scaled; `False`
+            refuses them.
+        fp32_modules: Patterns of names of modules that compute in float32 in a half-precision run
+            (`"vision_tower"`, `"*.layers.3.mlp"`).
+        loss_scale_init: Initial loss scale for fp16.
+        loss_scale_growth_interval: Steps without an overflow after which the scale grows. PyTorch's default, 2000, is
+            longer than many RL runs.
+        loss_scale_growth_factor: Factor by which the scale grows.
+        loss_scale_backoff_factor: Factor by which the scale is multiplied after an overflow.
+        max_consecutive_skips: Number of consecutive optimizer steps that may be skipped because gradients were not
+            finite, before the run stops. 50 halvings reduce a loss scale of 2**16 to 2**-34, at which gradients of
+            1e15 still fit float16, so the scale is not the cause of further skips.
+        overflow_probe_steps: Interval, in optimizer steps, at which the first batch is checked for activations that
+            overflow float16. By default only the first rollout and the first batch of a run are checked.
+        sync_lost_limit: Share, from 0 to 1, above which a weight sync to vLLM is reported to lose the adapter. The
+            share counts the elements that the adapters change and that equal the base's in the sampler's dtype.
+        precision_metrics: Whether `precision/...` metrics are logged with TRL's metrics.
+        precision_report: `"log"` prints the precision report once, to standard error, after the first optimizer step;
+            `"file"` writes it as `precision_report.json` into `output_dir`; `"off"` makes none unless
+            `trainer.precision.report` is read.
+        save_dtype: Dtype in which `save_model` writes: `"float32"`, `"bfloat16"` or `"float16"`; by default the
+            dtype of each weight. Checkpoints always store the trained values exactly.
+    """
+
+    precision: str | None = field(
+        default=None,
+        metadata={"help": "Compute dtype: auto, fp32, bf16 or fp16. Unset: from bf16 and fp16; neither set: auto."},
+    )
+    rollout_compute: str = field(
+        default="training",
+        metadata={"help": "Dtypes of generation: `training` (the same as in training) or `stock` (TRL's own)."},
+    )
+    adapter_dtype: str = field(default=AUTO, metadata={"help": "Dtype of adapter weights: auto, float32 or bfloat16."})
+    upcast_trainables: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether half-precision trainable weights become float32 if the loss is scaled; else refused."
+        },
+    )
+    fp32_modules: list[str] | None = field(
+        default=None, metadata={"help": "Patterns of names of modules that compute in float32 in half-precision runs."}
+    )
+    loss_scale_init: float = field(default=2.0**16, metadata={"help": "Initial loss scale for fp16."})
+    loss_scale_growth_interval: int = field(
+        default=400, metadata={"help": "Steps without an overflow after which the loss scale grows."}
+    )
+    loss_scale_growth_factor: float = field(default=2.0, metadata={"help": "Factor by which the loss scale grows."})
+    loss_scale_backoff_factor: float = field(
+        default=0.5, metadata={"help": "Factor by which the loss scale is multiplied after an overflow."}
+    )
+    max_consecutive_skips: int = field(
+        default=50, metadata={"help": "Number of consecutive skipped optimizer steps after which the run stops."}
+    )
+    overflow_probe_steps: int | None = field(
+        default=None,
+        metadata={"help": "Steps between checks for activations that overflow float16. Unset: the first batch only."},
+    )
+    sync_lost_limit: float = field(
+        default=0.5, metadata={"help": "Share of the adapters' changes that a weight sync may lose without a warning."}
+    )
+    precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
+    precision_report: str = field(
+        default=LOG, metadata={"help": "Where the precision report is written: log (standard error), file or off."}
+    )
+    save_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Dtype that save_model writes: float32, bfloat16 or float16. Unset: each weight's dtype."},
+    )
+
+    @classmethod
+    def of(cls, args: Any) -> "PrecisionSettings":
+        """Reads the settings of a run. Settings that its config does not have get their defaults.
+
+        Args:
+            args: A training config, Safe or plain.
+        """
+        return cls(
+            **{setting.name: getattr(args, setting.name) for setting in fields(cls) if hasattr(args, setting.name)}
+        )
+
+    def invalid_settings(self) -> Iterator[Problem]:
+        """Yields a refusal for each invalid value.
+
+        `resolve` checks dtypes, and settings that depend on the device.
+        """
+        for name, accepts in ACCEPTED.items():
+            value = getattr(self, name)
+            if value in accepts.values or (accepts.unset and value is None):
+                continue
+            if isinstance(accepts.values, Range):
+                default = self.__dataclass_fields__[name].default
+                recommended = default if accepts.recommended is None else accepts.recommended
+                accepted = f"{accepts.values}" + (", or unset" if accepts.unset else "")
+                details = {"accepted": accepted, "field": name, "recommended": recommended}
+                yield refuse(accepts.finding, f"{name}={value!r}", **details)
+            else:
+                yield unknown_choice(name, value, accepts.values)
+        patterns = self.fp32_modules
+        if patterns is not None and (isinstance(patterns, str) or not all(p and isinstance(p, str) for p in patterns)):
+            name = patterns if patterns and isinstance(patterns, str) else "vision_tower"
+            yield refuse("not-a-list-of-patterns", f"fp32_modules={patterns!r}", fix=f"`fp32_modules=[{name!r}]`")
+        if self.save_dtype is not None:
+            try:
+                parse_dtype(self.save_dtype, field="save_dtype", allow_auto=False)
+            except PrecisionError as error:
+                yield from error.problems
+
+
+def unknown_choice(name: str, value: object, accepted: tuple[str, ...]) -> Problem:
+    """Makes the refusal of a value that is not one of a setting's choices.
+
+    Args:
+        name: Name of the setting.
+        value: Its value.
+        accepted: The choices, the default first.
+    """
+    return refuse(
+        "unknown-choice",
+        f"{name}={value!r}",
+        value=value,
+        accepted=", ".join(map(repr, accepted)),
+        field=name,
+        suggestion=nearest(str(value), accepted) or accepted[0],
+    )

@@ -1,0 +1,244 @@
+"""Checks that the models, datasets, rewards and folders of a recipe exist, without loading any of them."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..core.errors import Problem, RecipeError, hint, leave_out, nearest, run_command, write
+from ..data.columns import (
+    BLIND_MODELS,
+    EMBEDDED_DATASETS,
+    EMBEDDED_MODELS,
+    TINY,
+    embedded_name,
+    is_path,
+    local_columns,
+    missing_columns,
+)
+from ..rewards import registry as rewards
+from .reward_lookup import missing_function
+from .schema import FILES_OR_MAPPINGS, shown
+from .settings import Settings
+
+
+DISKS = frozenset({"nvme_path", "output_path", "output_file", "csv_monitor", "tensorboard", "job_name"})
+"""Entries of an engine's config that name a place to write to, or contain one."""
+
+CACHES = frozenset({"cache_dir", "offload_folder"})
+"""Entries of `model_init_kwargs` that name a folder to write to."""
+
+NAMES = ("run_name", "project", "hub_model_id")
+"""Keys from which trackers and the hub make names of folders."""
+
+
+def reference_problems(settings: Settings) -> Iterator[Problem]:
+    """What cannot be found, and what would be written in the wrong place.
+
+    Args:
+        settings: The recipe's settings.
+
+    Yields:
+        Problems.
+    """
+    if settings.sound("model_name_or_path", "load_in_4bit", "warm_up_steps"):
+        yield from _model(settings)
+    if settings.sound("dataset_name", "datasets", "dataset_columns", "needs_images"):
+        yield from _dataset(settings)
+    if settings.has("reward_funcs") and settings.sound("reward_funcs"):
+        yield from _rewards(settings)
+    if settings.sound("output_dir", "resume_from_checkpoint"):
+        yield from _output(settings)
+    yield from _inside(settings)
+    yield from _trust(settings)
+
+
+def _model(settings: Settings) -> Iterator[Problem]:
+    name, key = settings["model_name_or_path"], "model_name_or_path"
+    if not name:
+        what = "model_name_or_path is missing: a folder, a name on the hub, or an embedded model"
+        yield settings.error(key, what, write(model_name_or_path="tiny:aria"))
+        return
+    family = embedded_name(name)
+    if family is not None and family not in EMBEDDED_MODELS:
+        yield settings.error(key, f"there is no embedded model {name!r}{hint(nearest(family, EMBEDDED_MODELS), TINY)}")
+    elif family is None and settings["warm_up_steps"]:
+        what = f"warm_up_steps is for embedded models, and {name!r} is not one"
+        yield settings.error("warm_up_steps", what, leave_out("warm_up_steps"))
+    if family is None and is_path(name) and not os.path.isfile(Path(name, "config.json")):
+        where = Path(name)
+        siblings = [str(p.parent) for p in where.parent.glob("*/config.json")] if os.path.isdir(where.parent) else []
+        yield settings.error(key, f"there is no model in the folder {name}{hint(nearest(name, siblings))}")
+    if family == "reward" and settings.task != "reward":
+        what = f"{name} only scores; {settings.task} needs a model that answers"
+        yield settings.error(key, what, write(model_name_or_path="tiny:text"))
+    if settings["bnb_4bit_compute_dtype"] is not None and not settings["load_in_4bit"]:
+        packed = family is None and (not os.path.isdir(name) or _is_packed(Path(name)))
+        if not packed:
+            what = f"bnb_4bit_compute_dtype is for 4-bit models, and {name} is not one"
+            yield settings.error("bnb_4bit_compute_dtype", what, write(load_in_4bit=True))
+
+
+def _is_packed(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True  # transformers reports what is wrong with it
+    return bool((config.get("quantization_config") or {}).get("load_in_4bit")) if isinstance(config, dict) else True
+
+
+def _dataset(settings: Settings) -> Iterator[Problem]:
+    name, key = settings["dataset_name"], "dataset_name"
+    if not name:
+        if not settings["datasets"]:
+            what = "dataset_name is missing: a folder, a file, a name on the hub, or an embedded dataset"
+            yield settings.error(key, what, write(dataset_name="tiny:shapes"))
+        return
+    if not all(isinstance(column, str) for column in (settings["dataset_columns"] or {}).values()):
+        return  # reported elsewhere
+    embedded = embedded_name(name)
+    if embedded is not None and embedded not in EMBEDDED_DATASETS:
+        near = hint(nearest(embedded, EMBEDDED_DATASETS), TINY)
+        yield settings.error(key, f"there is no embedded dataset {name!r}{near}")
+    elif embedded is not None:
+        columns = EMBEDDED_DATASETS[embedded]
+        there = (*columns, "completion") if settings.task == "sft" and "prompt" in columns else columns
+        wrong = missing_columns(settings.task, name, there, bool(settings["needs_images"]))
+        if wrong is not None:
+            yield settings.finding(wrong, key)
+        family = embedded_name(settings["model_name_or_path"])
+        if "image" in columns and family in BLIND_MODELS:
+            what = f"{name} has images, and {TINY}{family} accepts none"
+            yield settings.error("model_name_or_path", what, write(model_name_or_path="tiny:llava"))
+    elif is_path(name):
+        if not os.path.exists(name):
+            yield settings.error(key, f"there is no dataset at {name}")
+            return
+        found = local_columns(Path(name), str(settings["dataset_train_split"]))
+        if found and any(column.endswith("file_name") for column in found):
+            found = [*found, "image"]  # a folder of images with a metadata file
+        yield from _columns(settings, name, found) if found else ()
+
+
+def _columns(settings: Settings, name: str, found: list[str]) -> Iterator[Problem]:
+    """Compares the columns of local files with those that the recipe needs."""
+    asked: Mapping[str, Any] = settings["dataset_columns"] or {}
+    for ours, theirs in asked.items():
+        if theirs not in found:
+            near = hint(nearest(str(theirs), found))
+            what = f"dataset {name} has no column {theirs!r}{near}: it has {', '.join(found)}"
+            yield settings.error("dataset_columns", f"{what} (dataset_columns: {{{ours}: {theirs}}})")
+    wrong = missing_columns(settings.task, name, list(asked) or found, bool(settings["needs_images"]))
+    if wrong is not None:
+        yield settings.finding(wrong, *(("dataset_columns", "dataset_name") if asked else ("dataset_name",)))
+
+
+def _rewards(settings: Settings) -> Iterator[Problem]:
+    names = settings["reward_funcs"] or []
+    if not names and not settings["reward_model_name_or_path"]:
+        what = "reward_funcs is empty: names of rewards, or dotted paths of your own functions"
+        yield settings.error("reward_funcs", what, write(reward_funcs=["think_format_reward"]))
+    for item, name in enumerate(names):
+        if "." not in name:
+            for problem in _registered(name):
+                yield problem.at(settings.place("reward_funcs", item=item))
+            continue
+        wrong, path = missing_function(name)
+        if wrong is not None:
+            yield wrong.at(settings.place("reward_funcs", item=item))
+        elif not name.startswith("safe_trainers."):
+            where = f" ({path})" if path is not None else ""
+            what = f"the run imports the code of {name.rpartition('.')[0]}{where}, for the reward {name}"
+            yield settings.note("reward_funcs", what, item=item)
+
+
+def _output(settings: Settings) -> Iterator[Problem]:
+    output = Path(settings["output_dir"] or "trainer_output")
+    try:
+        os.stat(output)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            why = getattr(error, "strerror", None) or error
+            yield settings.error("output_dir", f"output_dir {shown(str(output))} cannot be a folder: {why}")
+            return
+    if os.path.exists(output) and not os.path.isdir(output):
+        yield settings.error("output_dir", f"output_dir {output} is a file", write(output_dir=f"{output}-run"))
+        return
+    existing = next(folder for folder in (output, *output.absolute().parents) if os.path.exists(folder))
+    if not os.access(existing, os.W_OK) or not os.path.isdir(existing):
+        why = "read-only" if os.path.isdir(existing) else "a file"
+        yield settings.error("output_dir", f"output_dir {output} cannot be written: {existing} is {why}")
+    resume = settings["resume_from_checkpoint"]
+    if isinstance(resume, str) and resume.lower() not in {"", "true", "false"} and not os.path.isdir(resume):
+        fix = write(resume_from_checkpoint=f"{output}/checkpoint-100")
+        yield settings.error("resume_from_checkpoint", f"there is no checkpoint {resume}", fix)
+
+
+def _inside(settings: Settings) -> Iterator[Problem]:
+    """Places outside of `output_dir` that a recipe would write to."""
+    for key in NAMES:
+        name = settings[key] if settings.sets(key) else None
+        if isinstance(name, str) and (
+            ".." in PurePosixPath(name).parts or name.startswith(("/", "~")) or "\\" in name
+        ):
+            what = f"{key} {shown(name)} is a path, and a run writes only below its output_dir"
+            yield settings.error(key, what, write(**{key: PurePosixPath(name).name or "NAME"}))
+    output = Path(settings["output_dir"] or "trainer_output")
+    places = {"model_init_kwargs": CACHES, "deepspeed": DISKS, "logging_dir": frozenset({"logging_dir"})}
+    for key, words in places.items():
+        if not settings.sets(key) or not settings.sound(key):
+            continue
+        value = settings[key]
+        for name, place in [(key, value)] if key == "logging_dir" else _places(value, words):
+            if isinstance(place, str) and not _below(place, output):
+                what = f"{name} {shown(place)} is outside output_dir, and a run writes only below it"
+                yield settings.error(key, what, write(**{name: str(output / PurePosixPath(place).name)}))
+    for key in FILES_OR_MAPPINGS & set(settings.values):
+        value = settings[key]
+        if isinstance(value, str) and settings.sound(key) and not os.path.isfile(value):
+            yield settings.error(key, f"there is no file {value} ({key})")
+
+
+def _places(value: Any, words: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """The entries of a nested mapping that name a place."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if key in words:
+                yield str(key), below
+            yield from _places(below, words)
+    elif isinstance(value, list):
+        for below in value:
+            yield from _places(below, words)
+
+
+def _below(place: str, output: Path) -> bool:
+    inside = os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(place)))
+    root = os.path.normpath(os.path.join(os.getcwd(), output))
+    return inside == root or inside.startswith(root + os.sep)
+
+
+def _trust(settings: Settings) -> Iterator[Problem]:
+    """Code and secrets in a recipe, which is shared."""
+    inner = (settings["model_init_kwargs"] or {}) if settings.sound("model_init_kwargs") else {}
+    if settings["trust_remote_code"] or inner.get("trust_remote_code"):
+        key = "trust_remote_code" if settings["trust_remote_code"] else "model_init_kwargs"
+        what = f"trust_remote_code is on: the code that comes with {settings['model_name_or_path']} is run"
+        yield settings.note(key, what)
+    if (settings.sets("hub_token") and settings["hub_token"]) or inner.get("token"):
+        what = "a token is a secret, and recipes are shared: leave it out, and log in"
+        yield settings.error(("hub_token", "model_init_kwargs"), what, run_command("huggingface-cli login"))
+
+
+def _registered(name: str) -> tuple[Problem, ...]:
+    """The problems of a reward that is named without a dotted path."""
+    if name not in rewards.TRL_REWARDS:
+        try:
+            rewards.import_reward(name)
+        except RecipeError as error:
+            return error.problems
+        return ()
+    if name in rewards.NEEDS_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+        return (rewards.needs_math_verify(name),)
+    return ()

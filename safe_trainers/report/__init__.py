@@ -1,0 +1,1 @@
+"""Reports on runs and files, and their renderers."""

@@ -1,0 +1,207 @@
+"""Records the log-probabilities of sampled tokens while `generate` samples them, without a second forward pass.
+
+`generate` accepts a function as its public argument `custom_generate`. The function used here calls the model's own
+`_sample` with a list of logits processors that records the logits before any processor changes them. The recorded
+distribution is that of `logits / temperature`, which TRL's trainers also score. They ignore top-k, top-p, min-p,
+penalties and suppressed tokens, which would add differences that are not due to the dtype.
+
+Recording changes neither the sampled tokens nor the state of any random generator.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import GenerationMode
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
+
+
+SAMPLER_KEY = "precision_sampler_logps"
+"""Key of the sampler's log-probabilities in a rollout batch, (B, C) float32. TRL's key `sampling_per_token_logps`
+would change the loss."""
+
+RECORDED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+"""The modes that `_sample` implements. Beam search and assisted generation do not sample each token from one
+distribution."""
+
+BUFFER_BYTES = 2**20
+"""Logits of several steps are scored together up to this size, about a CPU cache; larger buffers are slower."""
+
+
+class Recorder(LogitsProcessorList):
+    """The logits processors of one call of `generate`, which also records the logits passed to them.
+
+    Args:
+        processors: The processors.
+        temperature: The trainer's temperature, by which logits are divided.
+        prompt_length: Number of tokens before the first sampled token.
+    """
+
+    def __init__(self, processors: Sequence[Any], temperature: float, prompt_length: int) -> None:
+        super().__init__(processors)
+        self._temperature, self._prompt_length = temperature, prompt_length
+        self._buffer: list[tuple[torch.Tensor, int | None]] = []  # logits, with their version if they have one
+        self._buffered_bytes = 0
+        self._scored: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Records the raw logits of one step and processes them.
+
+        Args:
+            input_ids: Prompt and tokens so far, (B, P + t).
+            scores: Raw logits, (B, V) float32.
+            **kwargs: Arguments of single processors.
+
+        Returns:
+            The processed logits, (B, V).
+        """
+        if self._buffer and self._buffered_bytes + scores.nbytes > BUFFER_BYTES:
+            self._score(input_ids[:, -len(self._buffer) :])
+        # Tensors made in inference mode have no version to detect in-place changes by.
+        self._buffer.append((scores.clone(), None) if scores.is_inference() else (scores, scores._version))
+        self._buffered_bytes += scores.nbytes
+        processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
+        return processed
+
+    def finish(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Returns the log-probabilities of all sampled tokens.
+
+        Args:
+            sequences: Prompts and sampled tokens, (B, P + T). They may be shorter than what was sampled, if `generate`
+                removed steps after the end.
+
+        Returns:
+            Log-probabilities in nats, (B, T) float32; NaN for steps whose logits a processor changed in place.
+        """
+        tokens = sequences[:, self._prompt_length :]
+        done = sum(part.shape[1] for part in self._scored)
+        del self._buffer[max(tokens.shape[1] - done, 0) :]
+        if self._buffer:
+            self._score(tokens[:, done : done + len(self._buffer)])
+        if not self._scored:
+            return torch.full(tokens.shape, torch.nan, dtype=torch.float32, device=tokens.device)
+        return torch.cat(self._scored, dim=1)[:, : tokens.shape[1]]
+
+    def _score(self, tokens: torch.Tensor) -> None:
+        """Converts the buffered logits into log-probabilities of the tokens (B, k) that were sampled from them."""
+        raw = [scores for scores, _ in self._buffer]
+        logits = raw[0].unsqueeze(1) if len(raw) == 1 else torch.stack(raw, dim=1)  # (B, k, V)
+        if self._temperature != 1.0:
+            logits = logits / self._temperature
+        logps = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (B, k)
+        steps = enumerate(self._buffer)
+        changed = [step for step, (scores, version) in steps if version is not None and scores._version != version]
+        if changed:
+            logps[:, changed] = torch.nan
+        self._scored.append(logps)
+        self._buffer, self._buffered_bytes = [], 0
+
+
+@dataclass
+class Turn:
+    """One call of `generate` in a rollout.
+
+    Attributes:
+        temperature: The trainer's temperature, by which logits are divided.
+        prompts: Token ids of each row's prompt without padding, if they are known.
+        lengths: Number of tokens of each row's completion, including the end of sequence.
+        recorded: Whether `generate` has recorded this turn.
+        tokens: The sampled tokens, (b, T), padded after the end of each row.
+        logps: Their log-probabilities in nats, (b, T) float32.
+    """
+
+    temperature: float
+    prompts: Sequence[Sequence[int]] = ()
+    lengths: Sequence[int] = ()
+    recorded: bool = False
+    tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    logps: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+
+    def recording(self) -> Callable[..., Any]:
+        """Returns a function for the argument `custom_generate` of `generate`, which fills this turn.
+
+        It is a plain function, because PEFT copies the arguments of `generate` for some adapters, and a copied object
+        would fill a copy of this turn.
+        """
+
+        def generate(
+            model: Any,
+            input_ids: torch.Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> Any:
+            recorder = Recorder(logits_processor, self.temperature, input_ids.shape[1])
+            output = type(model)._sample(
+                model,
+                input_ids,
+                logits_processor=recorder,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                # `generate` computes this too, but does not pass it to a custom function.
+                synced_gpus=(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and _world_size() > 1,
+                **model_kwargs,
+            )
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            self.tokens, self.logps = sequences[:, input_ids.shape[1] :], recorder.finish(sequences)
+            self.recorded = True
+            return output
+
+        return generate
+
+
+def _world_size() -> int:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
+
+
+def align(turns: Sequence[Turn], completion_ids: torch.Tensor) -> torch.Tensor | None:
+    """Arranges the recorded log-probabilities in the shape of the rollout batch.
+
+    The first turn has one row for each row of the batch. Later turns, after tool calls, continue some of the rows in
+    order. Each of their rows is matched to the first sequence that begins with the row's prompt and comes after the
+    sequence matched to the row before.
+
+    Args:
+        turns: The turns of one rollout, in order.
+        completion_ids: The batch's completions, (B, C), right-padded, including the results of tools.
+
+    Returns:
+        Log-probabilities in nats, (B, C) float32, NaN for tokens that were not recorded; `None` if no turn was
+        recorded, or if the turns do not belong to this batch.
+    """
+    if not turns or not all(turn.recorded for turn in turns) or len(turns[0].lengths) != len(completion_ids):
+        return None
+    logps = torch.full(completion_ids.shape, torch.nan, device=completion_ids.device)
+    first, common = turns[0], min(completion_ids.shape[1], turns[0].tokens.shape[1])
+    same = first.tokens[:, :common] == completion_ids[:, :common]
+    if len(turns) > 1:  # a tool's result may equal the padding after a row
+        lengths = torch.tensor(first.lengths, device=logps.device)
+        same &= torch.arange(common, device=logps.device) < lengths.unsqueeze(1)
+    logps[:, :common] = first.logps[:, :common].where(same, torch.nan)
+    if len(turns) > 1:
+        _add_later_turns(logps, turns, completion_ids)
+    return logps
+
+
+def _add_later_turns(logps: torch.Tensor, turns: Sequence[Turn], completion_ids: torch.Tensor) -> None:
+    completions = completion_ids.tolist()
+    prompts = [list(prompt) for prompt in turns[0].prompts]
+    sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    for turn in turns[1:]:
+        sampled, last = turn.tokens.tolist(), -1
+        for row, (prompt, length) in enumerate(zip(turn.prompts, turn.lengths, strict=True)):
+            prefix = list(prompt)
+            matching = (i for i in range(last + 1, len(sequences)) if sequences[i][: len(prefix)] == prefix)
+            index = next(matching, None)
+            if index is None:
+                continue
+            last, start = index, len(prefix) - len(prompts[index])
+            # TRL may have truncated the row to the maximum completion length.
+            pairs = zip(sampled[row][:length], completions[index][start:], strict=False)
+            kept = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            logps[index, start : start + kept] = turn.logps[row, :kept]

@@ -1,0 +1,154 @@
+"""Metrics of the mismatch between sampler and trainer, which assign different log-probabilities to the same tokens.
+
+D = log p_trainer(token) - log p_sampler(token), in nats, for every completion token except padding and the results of
+tools. Both log-probabilities are computed from `logits / temperature`. With vLLM, log p_sampler is the value that vLLM
+returns, which includes top-k, top-p, min-p and penalties. S is the sum of D over a sequence, and w = exp(S).
+
+| metric, after `precision/` | formula | unit | source |
+|---|---|---|---|
+| `logp_mismatch_mean`, `logp_mismatch_max` | mean of abs(D); largest abs(D) | nats | TRL's `sampling/` metrics |
+| `logp_mismatch_k1` | mean of -D: an estimate of KL(sampler, trainer) that may be negative | nats | Schulman 2020 |
+| `logp_mismatch_k3` | mean of exp(D) - 1 - D: an estimate of it that is never negative | nats | Schulman 2020 |
+| `logp_mismatch_ulp` | mean of abs(D) / (eps * max(1, abs(log p_sampler))) | spacings | see below |
+| `seq_logratio_abs_mean`, `seq_logratio_std` | mean of abs(S); standard deviation of S | nats | arXiv 2510.26788 |
+| `seq_ess` | (sum of w)^2 / (n * sum of w^2): 1 if all n sequences have equal weights | share | Kish 1965 |
+| `is_masked_frac` | tokens beyond TRL's limits of importance sampling / tokens | share | TRL's `vllm_importance_*` |
+| `mismatch_pos_<first>_<last>` | mean of abs(D) at these positions of the completion, from 0 | nats | |
+| `unscored_frac` | tokens without a finite D, which no mean includes, / tokens | share | |
+
+Schulman 2020: http://joschu.net/blog/kl-approx.html. eps is the spacing of the run's compute dtype at 1 (2^-7 for
+bfloat16, 2^-10 for float16). A log-probability is a difference of logits of about its own size, and each logit is
+rounded by up to half the spacing at that size. `ulp` is therefore about the same for bfloat16 and float16. A value far
+above 1 has another cause than rounding.
+
+Every mean is taken in float64 over all tokens (or sequences) of all ranks and micro-batches since the last log. D, and
+S before `exp`, are clamped to [-300, 300]. `is_masked_frac` follows TRL's masking: a token whose log p_sampler is NaN
+has weight 1; if its log p_sampler is minus infinity, its weight and that of its sequence are infinite.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+POSITIONS = (0, 16, 64, 256, 1024, 4096)
+"""First positions of the buckets of `mismatch_pos_*`; the last bucket is open-ended."""
+LIMIT = 300.0
+"""Log-ratios are clamped to plus and minus this value, in nats."""
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
+"""Spacing between the numbers from 1 to 2, by dtype."""
+
+_TOKENS = ("tokens", "scored", "abs", "sum", "k3", "relative", "outside")
+_SEQUENCES = ("sequences", "ratio", "ratio_abs", "ratio_square", "weight", "weight_square")
+_BUCKETS = tuple(f"{what}_{first}" for what in ("scored", "abs") for first in POSITIONS)
+_FIELDS = (*_TOKENS, *_SEQUENCES, *_BUCKETS, "max")
+SIZE = len(_FIELDS)
+"""Number of elements of a tally."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The range outside of which TRL clips or masks importance weights.
+
+    Attributes:
+        low: Lower limit of the weight; `None` without one.
+        high: Upper limit of the weight; `None` without one.
+        sequences: Whether the weight is exp(S), the same for all tokens of a sequence, instead of exp(D).
+    """
+
+    low: float | None
+    high: float | None
+    sequences: bool
+
+    def outside(self, log_ratio: torch.Tensor) -> torch.Tensor:
+        """Returns which log-ratios, of any shape, are outside the limits, as booleans of that shape."""
+        low = math.log(self.low) if self.low else -math.inf
+        high = math.inf if self.high is None else math.log(self.high) if self.high else -math.inf
+        return (log_ratio < low) | (log_ratio > high)
+
+
+def tally(
+    trainer: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor, limits: Limits | None = None
+) -> torch.Tensor:
+    """Computes the counts and sums of one batch that `metrics` needs, without synchronising with a GPU.
+
+    Args:
+        trainer: The trainer's log-probabilities in nats, (B, C).
+        sampler: The sampler's log-probabilities in nats, (B, C); not finite if unknown.
+        mask: 1 for tokens that count and 0 for others, (B, C).
+        limits: The trainer's limits of importance sampling, if it has any.
+
+    Returns:
+        The tally, (SIZE,) float64, on the device of the log-probabilities, or on the CPU if it lacks float64 (MPS).
+    """
+    device = torch.device("cpu") if trainer.device.type == "mps" else trainer.device
+    trainer, sampler = trainer.detach().to(device, torch.float64), sampler.detach().to(device, torch.float64)
+    counted = mask.to(device) != 0  # (B, C)
+    difference = trainer - sampler
+    scored = counted & difference.isfinite()
+    outside = torch.zeros_like(scored)
+    if limits is not None:
+        weighed = difference.where(counted, 0.0).nan_to_num(nan=0.0)
+        outside = counted & limits.outside(weighed.sum(1, keepdim=True) if limits.sequences else weighed)
+    difference = difference.where(scored, 0.0).clamp(-LIMIT, LIMIT)
+    size = difference.abs()
+    relative = size / sampler.where(scored, 0.0).abs().clamp(min=1.0)
+    ratio, any_scored = difference.sum(1), scored.any(1)  # (B,)
+    weight = ratio.clamp(-LIMIT, LIMIT).exp() * any_scored
+    tokens = torch.stack(
+        [counted, scored, size, difference, difference.expm1() - difference, relative, outside]
+    ).sum(1)  # fmt: skip  # (7, C)
+    sequences = torch.stack([any_scored, ratio, ratio.abs(), ratio * ratio, weight, weight * weight]).sum(1)
+    zero, width = size.new_zeros(()), tokens.shape[1]
+    buckets = [
+        tokens[row, first:following].sum() if first < width else zero
+        for row in (_TOKENS.index("scored"), _TOKENS.index("abs"))
+        for first, following in zip(POSITIONS, (*POSITIONS[1:], width), strict=True)
+    ]
+    largest = size.amax() if size.numel() else zero
+    return torch.cat([tokens.sum(1), sequences, torch.stack([*buckets, largest])])
+
+
+def combine(tallies: torch.Tensor) -> torch.Tensor:
+    """Combines tallies of several batches or ranks, (N, SIZE) float64, into one, (SIZE,)."""
+    total = tallies.sum(0)
+    total[-1] = tallies[:, -1].amax()
+    return total
+
+
+def metrics(total: torch.Tensor, dtype: str = "float32", limits: Limits | None = None) -> dict[str, float]:
+    """Computes the metrics from a tally.
+
+    Args:
+        total: The combined tally of all ranks, (SIZE,).
+        dtype: The compute dtype, which gives the unit of `ulp`: `"float32"`, `"bfloat16"` or `"float16"`.
+        limits: The limits that the tallies were made with.
+
+    Returns:
+        The metrics by name, including `precision/`. A metric without data is absent; no value is NaN.
+    """
+    seen = dict(zip(_FIELDS, total.tolist(), strict=True))
+    if not seen["tokens"]:
+        return {}
+    found = {"unscored_frac": 1 - seen["scored"] / seen["tokens"]}
+    if seen["scored"]:
+        tokens, n = seen["scored"], seen["sequences"]
+        mean = seen["ratio"] / n
+        found |= {
+            "logp_mismatch_mean": seen["abs"] / tokens,
+            "logp_mismatch_max": seen["max"],
+            "logp_mismatch_k1": -seen["sum"] / tokens,
+            "logp_mismatch_k3": seen["k3"] / tokens,
+            "logp_mismatch_ulp": seen["relative"] / tokens / EPS[dtype],
+            "seq_logratio_abs_mean": seen["ratio_abs"] / n,
+            "seq_logratio_std": math.sqrt(max(seen["ratio_square"] / n - mean * mean, 0.0)),
+            "seq_ess": seen["weight"] ** 2 / (n * seen["weight_square"]),
+        }
+    if limits is not None:
+        found["is_masked_frac"] = seen["outside"] / seen["tokens"]
+    for first, following in zip(POSITIONS, (*POSITIONS[1:], None), strict=True):
+        if seen[f"scored_{first}"]:
+            last = "up" if following is None else following - 1
+            found[f"mismatch_pos_{first}_{last}"] = seen[f"abs_{first}"] / seen[f"scored_{first}"]
+    return {f"precision/{name}": value for name, value in found.items()}

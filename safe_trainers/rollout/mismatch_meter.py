@@ -1,0 +1,322 @@
+"""The trainers compare the sampler's log-probability of each sampled token with the trainer's, and log the mismatch.
+
+The sampler's log-probabilities are recorded while `generate` samples, or are those that vLLM returns and TRL stores as
+`sampling_per_token_logps`. The trainer's log-probabilities are the old log-probabilities, if TRL computes them, and
+otherwise those of the first loss of each slice of the batch, before the weights have changed. No extra forward pass is
+run. The formulas of these metrics are listed under "Mismatch of sampler and trainer". Two more metrics count
+completions without a reward:
+
+| metric | formula | unit |
+|---|---|---|
+| `precision/unrewarded_frac` | completions without any reward / completions | share |
+| `precision/unrewarded_frac/<function>` | completions without this function's reward / completions | share |
+
+A reward function that returns None or NaN gives no reward. The second metric is logged with several functions. TRL 1
+gives a completion without any reward no advantage; older releases count its reward as 0. If one of several functions
+gives no reward, the completion's reward is the sum of the others.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import PrecisionError, refuse
+from ..core.feature import Feature, Run
+from ..core.trl import BUFFER_METHOD, trl_bases
+from ..model.parts import unwrap
+from .logprob_recorder import RECORDED_MODES, SAMPLER_KEY, Turn, align
+from .mismatch import EPS, SIZE, Limits, combine, metrics, tally
+from .truncation import TruncationCorrection
+
+
+logger = logging.getLogger(__name__)
+
+TRL_SAMPLER_KEY = "sampling_per_token_logps"
+_OLD_KEYS = ("old_per_token_logps", "old_logps")  # GRPO's per token, RLOO's per sequence
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class MismatchMeter(Feature):
+    """Measures the mismatch between sampler and trainer in each rollout, unless `precision_metrics=False`.
+
+    Attributes:
+        own: The tally of this rank since the last log, by mode (`"train"` or `"eval"`).
+        gathered: The tally of all ranks for the next log, by mode.
+    """
+
+    name = "mismatch"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._turns: list[Turn] | None = None  # the turns of the current rollout
+        self._turn: Turn | None = None  # the turn that is being generated
+        self._forwards: list[torch.Tensor] | None = None  # log-probabilities of forward passes to measure, each (B, C)
+        self._prompts: Any = ()  # token ids of the prompts of the next turn
+        self._slice: Mapping[str, Any] = {}  # the slice of the batch whose loss is computed
+        self._has_rollouts = any(BUFFER_METHOD in vars(base) for base in trl_bases(type(run.trainer)))
+        self._limits = limits_of(run.args)
+        self.on_train_begin()
+
+    def on_train_begin(self) -> None:
+        """Discards tallies that an earlier call of `train` has not logged."""
+        self.own: dict[str, torch.Tensor] = {}
+        self.gathered: dict[str, torch.Tensor] = {}
+        self._dropout: bool | None = None  # whether dropout is active in training; `None` if unknown
+        self._logged: set[str] = set()
+
+    # ---- Around what TRL does ----
+
+    def before_rollout(self, prompt_ids: Any) -> None:
+        """Keeps the prompts of the turn."""
+        self._prompts = prompt_ids
+
+    def around_rollout(self, call: Callable[[], Any]) -> Any:
+        """Generates one turn, and keeps the sampler's log-probabilities."""
+        if self._turns is None or not self._recordable():
+            return call()
+        self._turn = turn = Turn(self.run.trainer.temperature, self._prompts)
+        try:
+            result = call()
+        finally:
+            self._turn = None
+        turn.lengths = [len(ids) for ids in (result[0] if isinstance(result, tuple) else result)]
+        self._turns.append(turn)
+        return result
+
+    def on_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Adds the recording function to the inputs of `generate`, if this turn is recorded."""
+        if self._turn is None or "input_ids" not in inputs:
+            return inputs
+        return {**inputs, "custom_generate": self._turn.recording()}
+
+    def around_batch(self, call: Callable[[], Any]) -> Any:
+        """Generates and scores a rollout batch, and measures it or stores the sampler's log-probabilities in it.
+
+        Returns:
+            TRL's batch, or a copy of the mapping with `SAMPLER_KEY`.
+
+        Raises:
+            PrecisionError: If an importance weight of TRL is not finite, which would make the loss NaN.
+        """
+        if not self._measures():
+            return _with_finite_weights(call())
+        turns: list[Turn] = []
+        forwards: list[torch.Tensor] = []
+        self._turns, self._forwards = turns, forwards
+        try:
+            batch = call()
+        finally:
+            self._turns = self._forwards = None
+        recorded = batch.get(TRL_SAMPLER_KEY) is None
+        sampler = align(turns, batch["completion_ids"]) if recorded else batch[TRL_SAMPLER_KEY]
+        if sampler is None:
+            self._log_once(self._why_absent())
+        elif any(key in batch for key in _OLD_KEYS):
+            self._count(old_logps(batch, forwards), sampler, batch)
+        elif recorded:
+            batch = {**batch, SAMPLER_KEY: sampler}
+        return _with_finite_weights(batch)
+
+    def around_scoring(self, call: Callable[[], Any]) -> Any:
+        """Scores completions, and keeps the log-probabilities during a measurement."""
+        result = call()
+        if self._forwards is not None:
+            self._forwards.append(result[0].detach())
+        return result
+
+    def before_loss(self, inputs: Any) -> None:
+        """Keeps the slice of the batch."""
+        self._slice = inputs if isinstance(inputs, Mapping) else {}
+
+    def around_loss(self, call: Callable[[], Any]) -> Any:
+        """Computes a loss, and measures its slice of the batch unless `around_batch` has measured it."""
+        batch, self._slice = self._slice, {}
+        sampler = batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
+        if sampler is None or any(key in batch for key in _OLD_KEYS) or not self._measures():
+            return call()
+        forwards: list[torch.Tensor] = []
+        self._forwards = forwards
+        if self._truncation is not None and TRL_SAMPLER_KEY in batch:
+            self._truncation.measure_next()
+        try:
+            value = call()
+        finally:
+            self._forwards = None
+        self._count(forwards[0] if forwards else None, sampler, batch)
+        return value
+
+    def around_rewards(self, call: Callable[[], Any]) -> torch.Tensor:
+        """Computes the rewards, and counts completions without any.
+
+        Returns:
+            Rewards of all ranks by function, (N, F); NaN if a function returned None or NaN.
+
+        Raises:
+            PrecisionError: If a reward is infinite, which would make all advantages of its group 0 or infinite.
+        """
+        rewards: torch.Tensor = call()
+        infinite = rewards.isinf()
+        names: list[str] = self.run.trainer.reward_func_names
+        if infinite.any():
+            found = [(name, int(n)) for name, n in zip(names, infinite.sum(0).tolist(), strict=True) if n]
+            given = ", ".join(f"{n} of {len(rewards)} rewards of {name} are infinite" for name, n in found)
+            raise PrecisionError([refuse("infinite-rewards", given, function=found[0][0])])
+        if self.run.settings.precision_metrics:
+            missing = rewards.isnan().cpu()
+            columns = {"": missing.all(1)}
+            if rewards.shape[1] > 1:  # TRL silently leaves a function's missing reward out of the sum
+                columns |= {f"/{name}": missing[:, number] for number, name in enumerate(names)}
+            for name, column in columns.items():  # one value per completion, so that TRL's mean weighs them equally
+                self.run.log_metric(f"precision/unrewarded_frac{name}", column.double().tolist())
+        return rewards
+
+    def around_evaluation(self, call: Callable[[], Any]) -> Any:
+        """Evaluates, and gathers the tallies of all ranks."""
+        self.own.pop("eval", None)
+        self.gathered.pop("eval", None)
+        result = call()
+        self.before_log("eval")
+        return result
+
+    # ---- Measuring ----
+
+    @property
+    def _truncation(self) -> TruncationCorrection | None:
+        return next((f for f in self.run.features if isinstance(f, TruncationCorrection)), None)
+
+    def _measures(self) -> bool:
+        """Whether to measure now; with active dropout two forward passes differ by far more than rounding."""
+        on = self.run.settings.precision_metrics
+        if not on or not self.run.model.training:
+            return on
+        if self._dropout is None:
+            self._dropout = any(_has_active_dropout(module) for module in self.run.model.modules())
+        if self._dropout:
+            self._log_once("dropout is active, and differs between rollout and loss; evaluations are still measured")
+        return not self._dropout
+
+    def _recordable(self) -> bool:
+        """Whether `generate` samples each token from one distribution, by the configs of the trainer and the model."""
+        owners = (self.run.trainer, unwrap(self.run.model))
+        configs = [getattr(owner, "generation_config", None) for owner in owners]
+        return all(config is None or config.get_generation_mode() in RECORDED_MODES for config in configs)
+
+    def _count(self, trainer: torch.Tensor | None, sampler: torch.Tensor, batch: Mapping[str, Any]) -> None:
+        if trainer is None or trainer.shape != sampler.shape:
+            self._log_once("this trainer's loss does not compute per-token log-probabilities")
+            return
+        shift = None if self._truncation is None else self._truncation.shift
+        if shift is not None:  # the sampler's log-probabilities are renormalised over the tokens that it keeps
+            trainer = trainer + shift
+        mask = batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+        counted = tally(trainer, sampler, mask, self._limits)
+        mode = self.run.mode
+        before = self.own.get(mode)
+        self.own[mode] = counted if before is None else combine(torch.stack([before.to(counted.device), counted]))
+
+    # ---- Logs and checkpoints ----
+
+    def before_log(self, mode: str) -> None:
+        """Gathers the tallies of all ranks."""
+        if not self.run.settings.precision_metrics or not self._has_rollouts:
+            return
+        own = self.own.pop(mode, None)
+        accelerator = self.run.accelerator
+        device = torch.device("cpu") if accelerator.device.type == "mps" else accelerator.device
+        own = torch.zeros(SIZE, dtype=torch.float64) if own is None else own
+        tallies = accelerator.gather(own.to(device).unsqueeze(0))
+        earlier = self.gathered.get(mode)
+        self.gathered[mode] = combine(tallies if earlier is None else torch.cat([tallies, earlier.unsqueeze(0)]))
+
+    def on_log(self, logs: Mapping[str, float], mode: str) -> dict[str, float]:
+        """The metrics since the last log."""
+        total = self.gathered.pop(mode, None)
+        found = {} if total is None else metrics(total, self._coarsest_dtype(), self._limits)
+        return {f"eval_{name}": value for name, value in found.items()} if mode == "eval" else found
+
+    def _coarsest_dtype(self) -> str:
+        dtypes = self.run.policy.compute.value & EPS.keys()
+        return max(dtypes, key=EPS.__getitem__, default="float32")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tallies since the last log."""
+        return dict(self.own)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the tallies."""
+        self.own = dict(state)
+
+    def _why_absent(self) -> str:
+        args = self.run.args
+        if getattr(args, "use_vllm", False):
+            return "this trainer does not keep the log-probabilities that vLLM returns"
+        for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
+            if getattr(args, name, False):
+                return f"{name}=True does not return log-probabilities"
+        if not self._recordable():
+            return "generation neither samples nor decodes greedily"
+        return "the sampler's log-probabilities could not be matched to the batch"
+
+    def _log_once(self, why: str) -> None:
+        if why not in self._logged and self.run.is_main:
+            logger.warning("precision/logp_mismatch_* are not logged: %s", why)
+        self._logged.add(why)
+
+
+def _with_finite_weights(batch: Any) -> Any:
+    """Returns the batch, or raises `PrecisionError` if an importance weight is not finite."""
+    weights = batch.get("importance_sampling_ratio")
+    if weights is None or weights.isfinite().all():
+        return batch
+    what, fix = "infinite", "`vllm_importance_sampling_clip_max=3.0`"
+    if weights.isnan().any():  # TRL 1.16 and later give such a token weight 1
+        what, fix = "missing", "`vllm_importance_sampling_correction=False`, or pip install 'trl>=1.16'"
+    given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
+    raise PrecisionError([refuse("importance-weights-not-finite", given, what=what, fix=fix)])
+
+
+def check_reward_weights(args: Any) -> None:
+    """Raises `PrecisionError` if `reward_weights` contains a value that is not a finite number."""
+    weights = getattr(args, "reward_weights", None) or []
+    if not all(map(math.isfinite, weights)):
+        fix = ", ".join("1.0" if not math.isfinite(weight) else f"{weight!r}" for weight in weights)
+        raise PrecisionError([refuse("reward-weights-not-finite", f"reward_weights={weights!r}", fix=fix)])
+
+
+def limits_of(args: Any) -> Limits | None:
+    """TRL's limits of importance sampling, which apply to vLLM's samples; `None` if the algorithm has none."""
+    mode = getattr(args, "vllm_importance_sampling_mode", None)
+    if mode is None:
+        return None
+    cap = getattr(args, "vllm_importance_sampling_cap", None)  # the upper limit's name in older releases
+    high = getattr(args, "vllm_importance_sampling_clip_max", cap)
+    return Limits(getattr(args, "vllm_importance_sampling_clip_min", None), high, str(mode).startswith("sequence"))
+
+
+def old_logps(batch: Mapping[str, Any], forwards: list[torch.Tensor]) -> torch.Tensor | None:
+    """Returns the per-token log-probabilities that TRL computed before the first update.
+
+    RLOO stores only their sums over each sequence, so the forward pass with these sums is searched.
+
+    Args:
+        batch: The rollout batch.
+        forwards: The log-probabilities of the batch's forward passes, each (B, C).
+
+    Returns:
+        The log-probabilities in nats, (B, C); `None` if no forward pass has these sums.
+    """
+    if "old_per_token_logps" in batch:
+        found: torch.Tensor = batch["old_per_token_logps"]
+        return found
+    mask, sums = batch["completion_mask"], batch["old_logps"]
+    return next((logps for logps in forwards if torch.equal((logps * mask).sum(1), sums)), None)
+
+
+def _has_active_dropout(module: nn.Module) -> bool:
+    """Whether a module applies dropout; some call `nn.functional.dropout` with a rate of their own (OPT, Bloom)."""
+    rates = [module.p] if isinstance(module, _DROPOUTS) else [v for k, v in vars(module).items() if "dropout" in k]
+    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -1,0 +1,197 @@
+"""vLLM: arguments of an engine, checks of a server, and refusals of models that vLLM cannot sample from."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from packaging.version import Version
+from torch import nn
+
+from ..core.device import Device
+from ..core.dtypes import FLOAT16, SHORT, parse_dtype
+from ..core.errors import PrecisionError, Problem, refuse, warn
+from ..model.inventory import ModelInventory, quantization_method
+from ..model.parts import unwrap
+from ..policy.resolve import PrecisionPolicy
+from ..weights.bitsandbytes import compute_of
+
+
+FLOAT16_REFUSED = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
+"""Model types that vLLM does not run in float16, because their activations overflow: `_FLOAT16_NOT_SUPPORTED_MODELS`
+in vllm/config/model.py."""
+CASCADE_ATTENTION_FIXED = Version("0.11.0")
+"""Older releases may compute shared prompts wrongly on GPUs other than Hopper (vLLM issue 22103, fixed by its pull
+request 25537). Later releases turn cascade attention off by default (pull request 36318)."""
+PACKED = "bitsandbytes"
+
+
+def sampler_dtype(policy: PrecisionPolicy, inventory: ModelInventory) -> str:
+    """Returns the dtype in which a separate sampler must compute to match the trainer.
+
+    Args:
+        policy: The policy of the run.
+        inventory: The inventory of the model.
+
+    Returns:
+        `"float32"`, `"bfloat16"` or `"float16"`: the run's compute dtype. If weights of several dtypes compute without
+        autocast, the dtype of most of the weights.
+    """
+    if len(policy.compute.value) == 1:
+        return next(iter(policy.compute.value))
+    weights = {dtype: count for dtype, count in inventory.elements["weights"].items() if dtype in SHORT}
+    if inventory.quantization is not None or not weights:
+        return compute_of(policy.autocast.value, weights)
+    return max(weights, key=lambda dtype: weights[dtype])
+
+
+def rejects_float16(model: nn.Module) -> bool:
+    """Whether vLLM does not run this model in float16."""
+    return getattr(getattr(unwrap(model), "config", None), "model_type", None) in FLOAT16_REFUSED
+
+
+def refusals(model: nn.Module, dtype: str | None, colocated: bool, fsdp: bool = False) -> Iterator[Problem]:
+    """Refuses models that vLLM cannot sample from, before an engine is built.
+
+    Args:
+        model: The policy model.
+        dtype: The dtype to sample in; `None` to keep TRL's.
+        colocated: Whether this process builds the engine, from the model's own checkpoint.
+        fsdp: Whether FSDP shards the model, in which case TRL gathers and merges its layers with its own code.
+
+    Yields:
+        The refusals.
+    """
+    base: Any = unwrap(model)
+    if dtype == FLOAT16 and rejects_float16(base):
+        kind = base.config.model_type
+        yield refuse("vllm-refuses-fp16", f"a {kind} model in float16 with use_vllm=True", kind=kind)
+    method = quantization_method(base)
+    packed = method in ("4bit", "8bit")
+    if fsdp and packed:
+        yield refuse("fsdp-sends-packed-weights", f"a model quantised to {method} under FSDP with use_vllm=True")
+    prequantised = getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False)
+    if colocated and prequantised and packed:
+        given = f"a checkpoint that bitsandbytes packed, {base.config._name_or_path!r}, with use_vllm=True"
+        yield refuse("vllm-holds-packed-weights", given, fix="the unquantised checkpoint, with `quantization_config`")
+
+
+def engine_kwargs(
+    arguments: Mapping[str, Any], dtype: str | None, device: Device, version: str | None
+) -> dict[str, Any]:
+    """Completes the arguments with which TRL builds an engine; arguments that TRL passes are kept.
+
+    Args:
+        arguments: TRL's keyword arguments for `vllm.LLM`.
+        dtype: The dtype to sample in; `None` to keep TRL's.
+        device: The device of the run.
+        version: The installed vLLM's version; `None` if unknown.
+
+    Returns:
+        New keyword arguments: with `dtype`; without bitsandbytes quantisation, since the weights that are synced are
+        not quantised; and with cascade attention disabled where it may compute wrongly.
+    """
+    complete = ({} if dtype is None else {"dtype": dtype}) | dict(arguments)
+    if complete.get("quantization") == PACKED:
+        complete["quantization"] = None
+    if cascade_attention_is_wrong(device, version):
+        complete.setdefault("disable_cascade_attn", True)
+    return complete
+
+
+def cascade_attention_is_wrong(device: Device, version: str | None) -> bool:
+    """Whether cascade attention of this vLLM version may compute wrongly on a device."""
+    old = version is not None and Version(version) < CASCADE_ATTENTION_FIXED
+    return old and device.capability is not None and device.capability[0] != 9  # 9 is Hopper
+
+
+def check_server(client: Any, dtype: str) -> Problem | None:
+    """Compares the dtypes of a vLLM server with the trainer's.
+
+    Args:
+        client: TRL's client of the server.
+        dtype: The trainer's compute dtype.
+
+    Returns:
+        A warning if the client cannot query the server's dtype, as in older releases of TRL.
+
+    Raises:
+        PrecisionError: If the server computes in another dtype, or has quantised weights or a quantised KV cache.
+    """
+    info = client.get_server_info() if hasattr(client, "get_server_info") else {}
+    model, cache = info.get("model_config") or {}, info.get("cache_config") or {}
+    served = parse_dtype(str(model["dtype"]), field="the server's dtype") if model.get("dtype") else None
+    problems = []
+    if served is not None and served != dtype:
+        given = f"a vLLM server that computes in {served}"
+        problems.append(refuse("vllm-server-computes-otherwise", given, served=served, dtype=dtype))
+    if model.get("quantization") is not None:
+        fix = "start it without `--quantization`, from an unquantised checkpoint"
+        given = f"a vLLM server with weights quantised by {model['quantization']}"
+        problems.append(refuse("vllm-holds-packed-weights", given, fix=fix))
+    stored = cache.get("cache_dtype")
+    if stored is not None and str(stored) not in ("auto", served or dtype):
+        given = f"a vLLM server with a KV cache in {stored}"
+        problems.append(refuse("vllm-quantises-its-cache", given, stored=stored, dtype=dtype))
+    if problems:
+        raise PrecisionError(problems)
+    return None if served else warn("vllm-server-not-asked", "vllm_mode='server'", dtype=dtype)
+
+
+@contextlib.contextmanager
+def weights_reloaded(generation: Any) -> Iterator[None]:
+    """Makes the parameters of a colocated CPU engine loadable while the block runs, and packs them again.
+
+    vLLM's CPU kernels replace a layer's weight by a packed copy and an empty parameter, which cannot be loaded into.
+    vLLM's layerwise reload restores the parameters, and packs each layer once it is loaded.
+
+    Args:
+        generation: TRL's `VLLMGeneration`.
+    """
+    llm = getattr(generation, "llm", None)
+    if llm is None:  # a server packs its own weights
+        yield
+        return
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    if not isinstance(model, nn.Module) or all(parameter.numel() for parameter in model.parameters()):
+        yield
+        return
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    yield
+    finalize_layerwise_reload(model, llm.llm_engine.model_config)
+
+
+def check_prompts(
+    sent: Sequence[Sequence[int]], computed: Sequence[Sequence[int]], images: Sequence[Sequence[Any] | None] | None
+) -> None:
+    """Compares the prompts that vLLM reports it computed with the prompts that were sent.
+
+    Args:
+        sent: Token ids of each prompt, as the trainer scores them.
+        computed: Token ids of each prompt that vLLM returned.
+        images: The images of each prompt; `None` without images.
+
+    Raises:
+        PrecisionError: If a prompt differs, with the first differing position.
+    """
+    if len(sent) != len(computed):
+        difference = f"{len(sent)} prompts were sent and {len(computed)} were returned"
+        raise PrecisionError([_another_prompt("prompts for vLLM", difference)])
+    for row, (own, other) in enumerate(zip(sent, computed, strict=True)):
+        if list(own) == list(other):
+            continue
+        pairs = zip(own, other, strict=False)  # one may be a prefix of the other
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(other)))
+        count = len((images[row] if images is not None else None) or ())
+        difference = (
+            f"from position {at} on, {len(own)} token ids were sent (... {list(own[at : at + 4])} ...) and "
+            f"{len(other)} were computed (... {list(other[at : at + 4])} ...)"
+        )
+        given = f"prompt {row} with {count} image{'' if count == 1 else 's'}"
+        cause = "" if not count else " vLLM expanded image tokens that the processor had already expanded."
+        raise PrecisionError([_another_prompt(given, difference, cause)])
+
+
+def _another_prompt(given: str, difference: str, cause: str = "") -> Problem:
+    return refuse("vllm-computed-another-prompt", given, difference=difference, cause=cause)

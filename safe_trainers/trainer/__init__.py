@@ -1,0 +1,1 @@
+"""The classes above and below a TRL trainer, and the construction of a run."""

@@ -1,0 +1,303 @@
+"""`PrecisionBase`, the class below TRL's trainer, and the construction of a run."""
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any, ClassVar
+
+from datasets import IterableDataset
+from torch import nn
+from transformers import Trainer
+
+from ..boundaries.cast_hooks import release_features
+from ..boundaries.placement import place, plan_boundaries
+from ..core.device import Device, detect_device
+from ..core.dtypes import HALVES
+from ..core.errors import PrecisionError, raise_if, refuse
+from ..core.feature import Run
+from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts
+from ..media.inputs import MediaInputs
+from ..model.inventory import ModelInventory, take_inventory
+from ..model.parts import find_parts, unwrap
+from ..model.trial_forward import trial_error
+from ..numerics import loss_scale
+from ..policy import distributed
+from ..policy.resolve import FLAG_OF, resolve
+from ..policy.settings import PrecisionSettings
+from ..weights import unify_dtypes
+from ..weights.prepare import prepare_reference, prepare_weights
+from .coverage import check_bases, contract_of, describe_engine, why_not_aligned
+from .from_config import facts_of, requested_by, trainable_context
+from .trl_patches import AdapterGuard
+
+
+logger = logging.getLogger(__name__)
+
+_MEDIA_COLUMNS = {"image", "images", "pixel_values", "audio", "audios", "input_features"}
+"""Dataset columns that hold images or audio."""
+
+
+class PrecisionBase(Trainer):
+    """The class below TRL's trainer. It receives the calls that TRL makes through `super()`.
+
+    Attributes:
+        media_keys: Names of image and audio inputs, each with the model method that runs its tower. A subclass can
+            add names: `media_keys = {**MEDIA_KEYS, "my_pixels": "get_image_features"}`.
+    """
+
+    media_keys: ClassVar[Mapping[str, str]] = MEDIA_KEYS
+    _side = "below"
+
+    # Set by `PrecisionMixin.__init__` before TRL's `__init__` runs.
+    _run: Run
+    _adapter_guard: AdapterGuard
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_bases(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
+        model, training_args = bound["model"], bound["args"]
+        run = self._run
+        run.coverage = contract_of(type(self), why_not_aligned(self, training_args), describe_engine(training_args))
+        run.begin(model, training_args, PrecisionSettings.of(training_args), self.features)
+        self._adapters_ready(model)
+        construct(run, self._adapter_guard, model, bound.get("processing_class"), bound.get("train_dataset"))
+        super().__init__(*args, **kwargs)
+        check_accelerator(run)
+
+    @classmethod
+    def precision_device(cls, args: Any) -> Device:
+        """Returns the device of a run, with the properties that decide its precision.
+
+        Args:
+            args: The training arguments.
+        """
+        return detect_device(args.device)
+
+    def compute_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context in which training computes: accelerate's autocast, or a null context."""
+        return self.accelerator.autocast()
+
+    def _adapters_ready(self, model: nn.Module) -> None:
+        """Called after TRL has created, and perhaps cast, the adapters, and before an optimizer exists.
+
+        Restores the adapter values that PEFT created. A subclass may inspect or change the adapters after `super()`.
+
+        Args:
+            model: The policy model as TRL passes it to `Trainer.__init__`, on the device where it was loaded.
+
+        Raises:
+            PrecisionError: If TRL cast adapters whose original values were not saved.
+        """
+        self._run.coverage.fired["adapters"] += 1
+        missed = self._adapter_guard.release(model)
+        if missed:
+            given = f"{len(missed)} bfloat16 trainables of a quantised model, such as {missed[0]}"
+            raise PrecisionError([refuse("adapters-not-captured", given, version=metadata.version("trl"))])
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Builds the accelerator, and configures its distributed engine and its loss scaler."""
+        super().create_accelerator_and_postprocess()
+        self._run.engine = distributed.configure(self.accelerator)
+        self._run.loss_scale = loss_scale.LossScaleWatch(self.accelerator)
+        if self.accelerator.scaler is not None:
+            loss_scale.configure(self.accelerator.scaler, self.args)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Moves a batch to the device and casts images and audio to the dtype of their tower.
+
+        TRL calls this method for training, rollout, scoring, tool images and reward models. A subclass may add to the
+        result, and lists its own media inputs in `media_keys`.
+
+        Args:
+            inputs: Model inputs by name.
+
+        Returns:
+            A new mapping of the same type; `inputs` is not changed.
+        """
+        self._run.coverage.fired["inputs"] += 1
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        for feature in self._run.having("on_inputs"):
+            prepared = feature.on_inputs(prepared)
+        return prepared
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Prepares a part of a batch; some trainers call this method directly and skip `_prepare_inputs`."""
+        return self._run.feature(MediaInputs).prepare(data)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a dataloader whose collator casts media before they are moved to the device.
+
+        With worker processes the collator is left alone: a worker does not see decisions made after it has started.
+        """
+        if self.args.dataloader_num_workers > 0:
+            return super()._get_dataloader(*args, **kwargs)
+        collator: Any = self.data_collator  # type: ignore[has-type]
+        self.data_collator = self._run.feature(MediaInputs).collator(collator)
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = collator
+
+
+def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class: Any, dataset: Any) -> None:
+    """Resolves the policy for the live model, prepares its weights and places its dtype boundaries.
+
+    Args:
+        run: The run. Its policy, inventory, weights and boundaries are set here.
+        guard: The guard that saved the adapters' values during construction.
+        model: The policy model.
+        processing_class: The run's tokenizer or processor.
+        dataset: The training dataset.
+
+    Raises:
+        PrecisionError: If the run cannot work, with all problems that one step finds.
+    """
+    device = type(run.trainer).precision_device(run.args)
+    inventory = take_inventory(model)
+    run.policy = resolve(
+        requested_by(run.args, type(run.trainer)), device, facts_of(inventory, live=run.model_is_live)
+    )
+    run.policy.check()
+    run.weights = prepare_weights(
+        model,
+        inventory,
+        run.policy,
+        trainable_context(run.args, device, guard.fresh),
+        upcast=run.settings.upcast_trainables,
+        fp32_patterns=tuple(run.settings.fp32_modules or ()),
+    )
+    check_fused_head(run, guard, model)
+    # DeepSpeed casts the weights when it is initialised, after the inventory.
+    run.casts_late = getattr(run.args, "deepspeed_plugin", None) is not None
+    place_boundaries(run, model, take_inventory(model) if run.weights.casts else inventory)
+    found = [problem for feature in run.features for problem in feature.check(model)]
+    raise_if(problem for problem in found if problem.level == "error")
+    unify_mixed_weights(run, model, processing_class, dataset)
+    for warning in (*run.policy.warnings, *run.weights.warnings, *found):
+        run.warn_once(warning, key=str(warning))
+    if run.is_main:
+        logger.info("precision policy\n%s", run.policy)
+        logger.info("weights\n%s", run.weights)
+        logger.info("dtype boundaries\n%s", run.boundaries)
+
+
+def place_boundaries(run: Run, model: nn.Module, inventory: ModelInventory) -> None:
+    """Plans and places the dtype boundaries of the policy model, whose current inventory is passed."""
+    run.inventory = inventory
+    run.boundaries = plan_boundaries(run.policy, inventory, run.casts_late, features=not run.joins_features)
+    place(run.boundaries, model)
+
+
+def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
+    """Makes a reference or teacher model compute in the dtypes of the policy.
+
+    Args:
+        run: The run.
+        model: The reference or teacher model.
+        is_reference: Whether the model has the class of the policy model, as the references that TRL creates do.
+    """
+    if is_reference:
+        prepare_reference(model, run.policy, tuple(run.settings.fp32_modules or ()))
+    inventory = take_inventory(model)
+    place(plan_boundaries(run.policy, inventory, run.casts_late, features=not run.joins_features), model)
+    make_computable(run, model, inventory)
+
+
+def head_is_float32(run: Run, model: nn.Module) -> bool:
+    """Whether a model's output head is in `fp32_modules`."""
+    base: Any = unwrap(model)
+    head = base.get_output_embeddings()
+    modules = (base.get_submodule(name) for name in run.weights.fp32_modules)
+    return any(part is head for module in modules for part in module.modules())
+
+
+def check_fused_head(run: Run, guard: AdapterGuard, model: nn.Module) -> None:
+    """Raises `PrecisionError` for a float32 head that this TRL bypasses by multiplying with its weight directly."""
+    autocast = run.policy.autocast.value
+    if guard.chunked and autocast is not None and head_is_float32(run, model):
+        given = f"fp32_modules with the head under {autocast} autocast"
+        raise PrecisionError([refuse("fused-head-is-not-float32", given)])
+
+
+def unify_mixed_weights(run: Run, model: nn.Module, processing_class: Any, dataset: Any) -> None:
+    """Runs a trial forward pass of a model with weights of several dtypes, and casts as few as possible if it fails.
+
+    The trial uses the kind of input that the dataset has. Raises `PrecisionError` if the model still cannot compute.
+    """
+    packed = has_packed_towers(model)
+    if not packed and not _has_mixed_dtypes(run, model, run.inventory):
+        return
+    columns = getattr(dataset, "column_names", None)
+    if columns is None and isinstance(dataset, IterableDataset):
+        columns = next(iter(dataset), {})  # each `iter` restarts the stream, so no row is lost
+    media = processing_class if _MEDIA_COLUMNS & set(columns or ()) else None
+    if packed and media is not None:
+        refuse_packed_casts(model, media, run.trainer.media_keys, run.policy.autocast.value)
+    plan = make_computable(run, model, run.inventory, media)
+    if plan is not None:
+        run.weights = run.weights.with_layout(plan)
+        place_boundaries(run, model, take_inventory(model))
+
+
+def _has_mixed_dtypes(run: Run, model: nn.Module, inventory: ModelInventory) -> bool:
+    """Whether weights of different dtypes may meet; LoRA weights do not count, since PEFT casts their inputs."""
+    autocast = run.policy.autocast.value
+    others = {config.peft_type for config in getattr(model, "peft_config", {}).values()} - {"LORA"}
+    dtypes = {*inventory.elements["weights"], *(inventory.elements["adapters"] if others else ())}
+    if inventory.quantization is None and autocast is not None and dtypes & HALVES:
+        dtypes.add(autocast)  # outputs of autocast operations meet weights that autocast does not cast
+    return len(dtypes) > 1 and bool(dtypes & HALVES)
+
+
+def make_computable(
+    run: Run, model: nn.Module, inventory: ModelInventory, processing_class: Any = None
+) -> unify_dtypes.CastPlan | None:
+    """Casts weights of a model with mixed dtypes until a trial forward pass succeeds.
+
+    Args:
+        run: The run.
+        model: The model.
+        inventory: The model's inventory.
+        processing_class: The processor, if the run has images or audio.
+
+    Returns:
+        The casts, or `None` if all weights have one dtype.
+
+    Raises:
+        PrecisionError: If the trial fails with every possible cast.
+    """
+    autocast = run.policy.autocast.value
+    if not _has_mixed_dtypes(run, model, inventory):
+        return None
+    plan = unify_dtypes.make_computable(
+        model,
+        run.policy.compute.value,
+        lambda: trial_error(model, processing_class, autocast),
+        keep=run.weights.fp32_modules,
+    )
+    if plan.error is not None and release_features(find_parts(model)):
+        # The model may join features before it casts them; autocast rejects `cat` of two half-precision dtypes.
+        run.joins_features = trial_error(model, processing_class, autocast) is None
+        plan = plan.without_error() if run.joins_features else plan
+    if plan.error is not None:
+        problem = unify_dtypes.dtype_conflict(model, processing_class, inventory.weights, autocast, plan.error)
+        raise PrecisionError([problem])
+    return plan
+
+
+def check_accelerator(run: Run) -> None:
+    """Raises `PrecisionError` if the accelerator that was built does not match the policy."""
+    accelerator, problems = run.accelerator, []
+    actual = accelerator.mixed_precision
+    autocast = run.policy.autocast.value
+    expected = "no" if autocast is None else FLAG_OF[autocast]
+    silent_fp16 = actual == "fp16" and not accelerator.native_amp
+    if actual != expected and not silent_fp16:
+        given = f"the training arguments ask for mixed precision {expected!r}"
+        problems.append(refuse("accelerator-disagrees", given, actual=actual))
+    raise_if([*problems, *distributed.mixed_dtype_units(run.model, accelerator)])

@@ -1,0 +1,257 @@
+"""`PrecisionMixin`, the class above TRL's trainer.
+
+```
+SafeGRPOTrainer -> PrecisionMixin -> ExactCheckpoints -> GRPOTrainer -> trl _BaseTrainer -> PrecisionBase -> Trainer
+```
+
+`PrecisionMixin` overrides the methods that users and TRL call on `self`, and passes each call to the features of the
+run. `PrecisionBase` (base.py) receives the calls that TRL makes through `super()`, which skip the classes above TRL.
+"""
+
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from ..checkpoint.mixin import ExactCheckpoints
+from ..checkpoint.trainer_state import TrainerState
+from ..core.errors import raise_if
+from ..core.feature import Feature, Run
+from ..media.inputs import MediaInputs
+from ..numerics.loss_scale import reset_unusable_scale
+from ..numerics.overflow_probe import OverflowProbe
+from ..numerics.step_monitor import StepMonitor
+from ..policy import distributed
+from ..report.reporter import Reporter
+from ..rollout.alignment import RolloutAlignment
+from ..rollout.mismatch_meter import MismatchMeter, check_reward_weights
+from ..rollout.truncation import TruncationCorrection
+from ..weights import fp32_modules
+from .base import head_is_float32, prepare_other_model
+from .coverage import check_bases
+from .from_config import (
+    check_adapters,
+    check_loading,
+    choose_load_dtype,
+    declared_policy,
+    spell_dtype_for_trl,
+)
+from .precision import Precision
+from .signature import bind_arguments, default_output_dir, move_quantization_config, signature_of
+from .trl_patches import construction
+
+
+class PrecisionMixin(ExactCheckpoints):
+    """The class above TRL's trainer. It overrides the methods that users and TRL call on `self`.
+
+    To train any TRL algorithm at the right precision, write
+    `class SafeX(PrecisionMixin, XTrainer, PrecisionBase): ...`.
+
+    Attributes:
+        config_class: The config class to use if a trainer is built without `args`.
+        features: The feature classes of a run, outermost first. A subclass can add its own:
+            `features = (*PrecisionMixin.features, MyFeature)`.
+    """
+
+    config_class: ClassVar[type | None] = None
+    features: ClassVar[tuple[type[Feature], ...]] = (
+        MediaInputs,
+        RolloutAlignment,
+        TruncationCorrection,
+        MismatchMeter,
+        Reporter,
+        OverflowProbe,
+        StepMonitor,
+    )
+    _side = "above"
+    __signature__: ClassVar[inspect.Signature]
+
+    # Attributes of `Trainer`, declared for the type checker.
+    control: Any
+    callback_handler: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_bases(cls)
+        cls.__signature__ = signature_of(cls.__mro__)  # for `help` and editors
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        mro = type(self).__mro__
+        signature = signature_of(mro[mro.index(ExactCheckpoints) + 1 :])
+        arguments = bind_arguments(signature, args, kwargs)
+        self._run = run = Run(self)
+        self._trainer_state = TrainerState(run, self.exact_state)
+        run.model_is_live = isinstance(arguments.get("model"), nn.Module)
+        if arguments.get("args") is None and self.config_class is not None:
+            arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
+        if arguments.get("args") is not None:
+            check_loading(arguments, type(self))
+            quantization = arguments.get("quantization_config")
+            declared = declared_policy(arguments["args"], arguments.get("model"), type(self), quantization)
+            raise_if([*declared.problems, *distributed.engine_conflicts(arguments["args"], declared)])
+            choose_load_dtype(arguments, declared)
+            spell_dtype_for_trl(arguments["args"])
+        check_reward_weights(arguments.get("args"))
+        arguments = move_quantization_config(signature, arguments)
+        check_adapters(arguments.get("model"), arguments.get("peft_config"))
+        with construction(
+            type(self), arguments.get("model"), lambda model: head_is_float32(run, model), self._engine_kwargs
+        ) as self._adapter_guard:
+            super().__init__(**arguments)
+        policy, *others = run.feature(MediaInputs).models()
+        for model in others:
+            prepare_other_model(run, model, isinstance(policy, type(model)))
+        if getattr(self.args, "cast_lm_head_to_fp32", False):
+            for model in (policy, *others):  # autocast in rollouts would round the output of TRL's float32 head
+                base: Any = model
+                fp32_modules.without_autocast(base.get_output_embeddings())
+        distributed.wrap_forward_in_autocast(self.model, self.accelerator)
+        run.tell("ready")
+
+    @property
+    def precision(self) -> Precision:
+        """The run's policy, weights, boundaries, measurements and report, read only."""
+        return Precision(self._run)
+
+    def _engine_kwargs(self, module: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        for feature in self._run.having("engine_kwargs"):
+            arguments = dict(feature.engine_kwargs(module, arguments))
+        return arguments
+
+    # ---- Training ----
+
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None, **kwargs: Any
+    ) -> Any:
+        """Trains, from the start or from a checkpoint.
+
+        Args:
+            resume_from_checkpoint: The folder of a checkpoint, or `True` for the latest complete checkpoint in
+                `output_dir`. By default training starts from step 0.
+            trial: The trial of a hyperparameter search.
+            ignore_keys_for_eval: Keys of the model's outputs that evaluation ignores.
+            **kwargs: Passed to `Trainer.train`.
+
+        Returns:
+            The `TrainOutput` of `Trainer.train`.
+
+        Raises:
+            CheckpointError: If the checkpoint is truncated, damaged or unreadable, or `True` finds no complete one.
+                Nothing has been loaded or written at that point.
+            PrecisionError: If a feature stops the run: the first batch overflows float16, or
+                `max_consecutive_skips` optimizer steps in a row were skipped.
+        """
+        self._run.tell("on_train_begin")
+        if not any(isinstance(callback, _Events) for callback in self.callback_handler.callbacks):
+            # First in the list, so that the user's callbacks see the features' results of the step.
+            self.callback_handler.callbacks.insert(0, _Events(self._run, self._trainer_state))
+        chosen = self._choose_checkpoint(resume_from_checkpoint)
+        try:
+            result = super().train(chosen, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
+        finally:
+            self._trainer_state.forget()
+        self._run.tell("on_train_end")
+        return result
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the loss, inside the features' `around_loss`."""
+        self._run.tell("before_loss", args[1] if len(args) > 1 else kwargs.get("inputs"))
+        return self._run.around("around_loss", partial(super().compute_loss, *args, **kwargs))  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates, inside the features' `around_evaluation`."""
+        method = super().evaluation_loop  # type: ignore[misc]
+        return self._run.around("around_evaluation", partial(method, *args, **kwargs))
+
+    # ---- Rollouts ----
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        """Generates and scores a batch, inside the features' `around_batch`.
+
+        The features cast images and audio to their tower's dtype before TRL buffers and slices the batch, and compare
+        the sampler's log-probabilities with the trainer's. A subclass may change the batch that `super()` returns.
+
+        Returns:
+            TRL's batch, or a copy of the mapping with changed entries.
+        """
+        method = super()._generate_and_score_completions  # type: ignore[misc]
+        return self._run.around("around_batch", partial(method, *args, **kwargs))
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Generates one turn, inside the features' `around_rollout`."""
+        self._run.tell("before_rollout", args[0] if args else kwargs.get("prompt_ids"))
+        method = super()._generate_single_turn  # type: ignore[misc]
+        return self._run.around("around_rollout", partial(method, *args, **kwargs))
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes log-probabilities of completions, inside the features' `around_scoring`."""
+        names = ("model", "input_ids", "attention_mask", "logits_to_keep")
+        scored = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+        self._run.tell("before_scoring", scored)
+        method = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        return self._run.around("around_scoring", partial(method, *args, **kwargs))
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the rewards, inside the features' `around_rewards`."""
+        method = super()._calculate_rewards  # type: ignore[misc]
+        return self._run.around("around_rewards", partial(method, *args, **kwargs))
+
+    # ---- Logs, checkpoints, model card ----
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Lets the features combine their measurements over all ranks before a log."""
+        if self.control.should_log or self.control.should_training_stop:  # the same on all ranks
+            self._run.tell("before_log", "train")
+        self._run.tell("on_grad_norm", grad_norm)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the metrics of the features to `logs`, and logs them.
+
+        Args:
+            logs: Values by name; changed in place.
+            *args: Passed to `Trainer.log`.
+            **kwargs: Passed to `Trainer.log`.
+        """
+        mode = "train" if "train_loss" in logs else self._run.mode
+        for feature in self._run.having("on_log"):
+            logs.update(feature.on_log(logs, mode))
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Restores the loss scaler, except for a scale that is out of range."""
+        scaler = self.accelerator.scaler
+        initial = None if scaler is None else scaler.get_scale()
+        super()._load_scaler(checkpoint)
+        if initial is not None:
+            reset_unusable_scale(scaler, initial, checkpoint)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes TRL's model card; the features may then add to the file."""
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        self._run.tell("on_model_card", Path(self.args.output_dir, "README.md"))
+
+
+class _Events(TrainerCallback):
+    """Passes the events of the training loop to the features."""
+
+    def __init__(self, run: Run, trainer_state: TrainerState) -> None:
+        self._run, self._trainer_state = run, trainer_state
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer_state.begin_epoch(kwargs.get("train_dataloader"))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.loss_scale.before_step()
+        self._run.tell("before_step")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        skipped = self._run.loss_scale.after_step()
+        self._run.skipped_in_a_row = self._run.skipped_in_a_row + 1 if skipped else 0
+        self._run.tell("after_step", skipped)

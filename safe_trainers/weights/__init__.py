@@ -1,0 +1,1 @@
+"""Casts of weights: trainable parameters, quantised layers, modules in float32, and merged adapters."""

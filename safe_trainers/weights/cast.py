@@ -1,0 +1,87 @@
+"""Casts of single parameters: their description, and the function that applies them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..core.dtypes import from_torch, to_torch
+
+
+@dataclass(frozen=True)
+class ParameterCast:
+    """The dtype of one parameter, before and after a cast.
+
+    Attributes:
+        name: Qualified name in the model.
+        source: Dtype before the cast.
+        target: Dtype after the cast; equal to `source` if the parameter is not cast.
+        reason: Why it has the target dtype.
+        elements: Number of elements.
+    """
+
+    name: str
+    source: str
+    target: str
+    reason: str
+    elements: int
+
+
+def apply_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
+    """Casts parameters in place, one at a time, so that at most one tensor is in memory twice.
+
+    A second call casts only parameters whose dtype has changed since; PEFT, for example, upcasts adapters on loading.
+
+    Args:
+        model: The model.
+        casts: The casts.
+    """
+    parameters = dict(model.named_parameters())
+    for cast in casts:
+        parameter = parameters[cast.name]
+        if from_torch(parameter.dtype) != cast.target:
+            parameter.data = parameter.data.to(to_torch(cast.target))
+
+
+def extra_bytes(casts: Iterable[ParameterCast]) -> int:
+    """Returns the additional memory that casts need, in bytes; negative if they save memory."""
+    return sum(cast.elements * (_width(cast.target) - _width(cast.source)) for cast in casts)
+
+
+def mebibytes(count: int) -> str:
+    """Formats a number of bytes as MiB."""
+    return f"{count / 2**20:.1f} MiB"
+
+
+def grouped(casts: Iterable[ParameterCast]) -> dict[tuple[str, str, str], list[ParameterCast]]:
+    """Groups casts by source, target and reason, in the order of their first occurrence."""
+    groups: dict[tuple[str, str, str], list[ParameterCast]] = {}
+    for cast in casts:
+        groups.setdefault((cast.source, cast.target, cast.reason), []).append(cast)
+    return groups
+
+
+def table(casts: Iterable[ParameterCast]) -> str:
+    """Formats casts with one line per group of `grouped`."""
+    lines = []
+    for (source, target, reason), members in grouped(casts).items():
+        what = f"{source} kept" if source == target else f"{source} -> {target}"
+        count = f"{len(members)} tensors" if len(members) > 1 else "1 tensor"
+        memory = extra_bytes(members)
+        cost = f", {mebibytes(memory)} more" if memory > 0 else ""
+        lines.append(f"{what}: {count} ({members[0].name}{', ...' if len(members) > 1 else ''}){cost}: {reason}")
+    return "\n".join(lines)
+
+
+def largest_magnitude(tensor: torch.Tensor) -> float:
+    """Returns the largest magnitude in a tensor without copying it; 0 if it has no data or no floating-point dtype."""
+    if tensor.is_meta or tensor.numel() == 0 or not tensor.is_floating_point():
+        return 0.0
+    low, high = torch.aminmax(tensor.detach())
+    return max(-low.item(), high.item())
+
+
+def _width(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size

@@ -1,0 +1,74 @@
+"""The one list of names of foreign objects that are replaced."""
+
+import ast
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import safe_trainers
+from safe_trainers.core.patches import PATCHES, patched, replace, restore
+
+
+PACKAGE = Path(safe_trainers.__file__).parent
+
+
+def used():
+    """The ids with which something is replaced, wherever that is."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and node.value in PATCHES and path.name != "patches.py":
+                found.add(node.value)
+    return found
+
+
+def test_every_patch_is_used():
+    assert used() == set(PATCHES)
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+def test_every_patch_says_what_for_how_long_and_why(patch):
+    assert patch.owner
+    assert patch.names
+    assert patch.lasts in {"construction of the trainer", "lifetime of the object", "one block"}
+    assert len(patch.why) > 20
+
+
+def test_a_name_that_is_not_listed_cannot_be_replaced():
+    with pytest.raises(KeyError):
+        replace("no-such-patch", SimpleNamespace(), "LLM", None)
+    with pytest.raises(KeyError, match="does not list 'forward'"):
+        replace("vllm-engine", SimpleNamespace(), "forward", None)
+
+
+@pytest.mark.parametrize("had", [True, False])
+def test_a_block_restores_what_was_there_however_it_ends(had):
+    module = ModuleType("upstream")
+    if had:
+        module.LLM = "upstream's"
+    with patched("vllm-engine", module, LLM="ours"):
+        assert module.LLM == "ours"
+    assert getattr(module, "LLM", None) == ("upstream's" if had else None)
+
+    def fail():
+        with patched("vllm-engine", module, LLM="ours"):
+            raise RuntimeError("in between")
+
+    with pytest.raises(RuntimeError, match="in between"):
+        fail()
+    assert hasattr(module, "LLM") == had
+    assert getattr(module, "LLM", None) == ("upstream's" if had else None)
+
+
+def test_an_instance_gets_the_method_of_its_class_again():
+    class Generation:
+        def sync_weights(self):
+            return "upstream's"
+
+    one, other = Generation(), Generation()
+    replace("weight-sync", one, "sync_weights", lambda: "ours")
+    assert (one.sync_weights(), other.sync_weights()) == ("ours", "upstream's")
+    assert restore(one, "sync_weights")
+    assert one.sync_weights() == "upstream's"
+    assert not restore(one, "sync_weights")

@@ -1,0 +1,179 @@
+"""Recipes are read as data, with lines, and a file that is none is said to be none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from safe_trainers.recipes import env as environment
+from safe_trainers.recipes.env import PREFIXES, REFUSED, apply, variables, why_not
+from safe_trainers.recipes.yaml_file import MAX_BYTES, read_file
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(content, name="recipe.yaml"):
+        data = content if isinstance(content, bytes) else content.encode()
+        Path(name).write_bytes(data)
+        return read_file(name)
+
+    return write
+
+
+def test_keys_have_their_lines_and_values_their_text(written):
+    read = written("# a header\n# of two lines\n\na: 1e-5\n\nb:\n  - x\n  - y\nc: {d: 1}\nno: off\n# end\n")
+    assert read.problems == []
+    assert read.header == ("a header", "of two lines")
+    assert {key: (entry.value, entry.line) for key, entry in read.entries.items()} == {
+        "a": ("1e-5", 4),
+        "b": (["x", "y"], 6),
+        "c": ({"d": 1}, 9),
+        "no": (False, 10),
+    }
+    assert read.entries["b"].items == (7, 8)
+    assert read.entries["no"].text == "off"
+
+
+def test_what_is_read_is_what_yaml_says(written):
+    """Without keys that YAML 1.1 reads as something else, the values are those of PyYAML's safe loader."""
+    text = "base: &base {a: 1, b: [1, 2]}\nmore:\n  <<: *base\n  b: 3\nagain: *base\ntext: 'x: y'\nfloat: 1.0e-3\n"
+    read = written(text)
+    assert read.problems == []
+    assert {key: entry.value for key, entry in read.entries.items()} == yaml.safe_load(text)
+
+
+def test_merged_keys_are_not_written_twice(written):
+    read = written("defaults: &d {a: 1}\n<<: *d\na: 2\n")
+    assert read.problems == []
+    assert read.entries["a"].value == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+def test_encodings_that_editors_write(encoding, written):
+    bom = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
+    read = written(bom + "# Ä\na: é\n".encode(encoding))
+    assert read.problems == []
+    assert (read.entries["a"].value, read.entries["a"].line) == ("é", 2)
+    assert read.header == ("Ä",)
+
+
+def bomb(levels):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+FLAWS = {
+    "unclosed bracket": ("a: 1\nb: [1, 2\nc: 3\n", 2, "while parsing a flow sequence"),
+    "unclosed bracket at the end": ("a: 1\nb: [1, 2\n", 2, "while parsing a flow sequence"),
+    "unclosed brace": ("a: 1\n\nb: {c: 1\n", 3, "while parsing a flow mapping"),
+    "unclosed quote": ("a: 1\nb: 'x\nc: 3\n", 2, "while scanning a quoted scalar"),
+    "tab": ("a: 1\nb:\n\tc: 3\n", 3, "a tab"),
+    "line without a colon": ("a: 1\nb 2\nc: 3\n", 2, "a line without `key: value`"),
+    "wrong indentation": ("a: 1\n   b: 2\n", 2, "mapping values are not allowed here"),
+    "written twice": ("a: 1\nb: 2\na: 3\n", 3, "'a' is written twice, first in line 1"),
+    "written twice, below": ("a:\n  b: 2\n  b: 3\n", 3, "'b' is written twice, first in line 2"),
+    "list": ("- a\n- b\n", 1, "this holds a list"),
+    "one value": ("\nhello\n", 2, "this holds one value"),
+    "empty": ("", None, "this holds nothing"),
+    "only comments": ("# a\n# b\n", None, "this holds nothing"),
+    "two documents": ("a: 1\n---\nb: 2\n", 2, "expected a single document"),
+    "code": ("a: 1\nb: !!python/object/apply:os.system [ls]\n", 2, "a recipe is data, and cannot name code"),
+    "own tag": ("a: !mine 1\n", 1, "a recipe is data, and cannot name code"),
+    "unknown anchor": ("a: 1\nb: *c\n", 2, "found undefined alias"),
+    "recursive alias": ("a: &a [*a]\n", None, "its YAML aliases are recursive"),
+    "billion values": (bomb(9), None, "its YAML aliases stand for more than"),
+    "deep brackets": ("a: " + "[" * 5000, None, "nested too deeply"),
+    "deep closed brackets": ("a: " + "[" * 900 + "]" * 900, None, "nested too deeply"),
+    "no date": ("a: 1\nb: 2024-13-45\n", 2, "YAML cannot read the value of b"),
+    "number of 5000 digits": (f"a: 1\n\nb: {'9' * 5000}\n", 3, "YAML cannot read the value of b"),
+    "wrong explicit type": ("a: 1\nb: !!int x\n", 2, "YAML cannot read the value of b"),
+    "merge of a number": ("a: 1\n<<: 3\n", 2, "expected a mapping or list of mappings"),
+    "key that is a list": ("a: 1\n[b, c]: 2\n", 2, "a key must be a single word"),
+    "env that is a list": ("a: 1\nenv: [A, B]\n", 2, "env must hold `NAME: value` lines"),
+    "NUL": (b"a: 1\nb: \x00\n", 2, "a byte or character that text cannot hold"),
+    "latin-1": ("a: 1\n\nb: \xe9\n".encode("latin-1"), 3, "a byte or character that text cannot hold"),
+    "image": (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), 1, "a byte or character that text cannot hold"),
+    "too large": ("a: 1\n" + "#" * MAX_BYTES, None, "larger than 1 MiB"),
+}
+
+
+@pytest.mark.parametrize("name", FLAWS)
+def test_files_that_are_no_recipes(name, written):
+    content, line, said = FLAWS[name]
+    problems = written(content).problems
+    assert [(problem.place.line, said in problem.text) for problem in problems] == [(line, True)], problems
+    assert "\n" not in problems[0].text
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("a: 1")
+    assert read_file("recpie.yaml").problems[0].text == "there is no such file; did you mean 'recipe.yaml'?"
+    assert read_file(".").problems[0].text == "this is a folder, not a recipe"
+    assert (
+        "cannot be read" in read_file("a\0b").problems[0].text or "no such file" in read_file("a\0b").problems[0].text
+    )
+    assert read_file("no/such/folder.yaml").problems[0].text == "there is no such file"
+
+
+def test_variables_are_set_as_they_are_written_and_the_environment_wins(written):
+    read = written(
+        "env:\n  TOKENIZERS_PARALLELISM: false\n  OMP_NUM_THREADS: 02\n  PYTHONPATH: /x\n  WANDB_PROJECT: mine\n"
+        "  NCCL_DEBUG: [1]\n"
+    )
+    assert "env" not in read.entries
+    environ = {"WANDB_PROJECT": "theirs"}
+    assert apply(variables(read.env), environ) == {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "02"}
+    assert environ == {"WANDB_PROJECT": "theirs", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "02"}
+    found = [(problem.place.line, problem.text) for problem in environment.env_problems(read.env, "recipe.yaml")]
+    assert found == [
+        (4, "env cannot set PYTHONPATH: it names code to load, which only your own environment may set"),
+        (6, "the value of NCCL_DEBUG in env must be a single value"),
+    ]
+
+
+def test_a_file_that_cannot_be_read_sets_nothing():
+    assert variables(read_file("no/such/file.yaml").env) == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_P2P_DISABLE", "VLLM_ATTENTION_BACKEND", "WANDB_MODE",
+     "HF_HUB_OFFLINE", "HF_HUB_ENABLE_HF_TRANSFER", "TRACKIO_SPACE_ID", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS",
+     "TRL_EXPERIMENTAL_SILENCE", "TRANSFORMERS_VERBOSITY", "TORCH_NCCL_ASYNC_ERROR_HANDLING"],
+)  # fmt: skip
+def test_what_tunes_a_run_may_be_set(name):
+    assert why_not(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        *[(name, "names code to load") for name in ("PYTHONPATH", "LD_PRELOAD", "NCCL_NET_PLUGIN", "VLLM_PLUGINS",
+          "HF_ALLOW_CODE_EVAL", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE",
+          "HF_DATASETS_TRUST_REMOTE_CODE")],
+        *[(name, "a secret") for name in ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "AWS_SECRET_ACCESS_ID")],
+        *[(name, "names the target of requests") for name in ("HF_ENDPOINT", "WANDB_BASE_URL", "HTTPS_PROXY")],
+        *[(name, "names the place of files") for name in ("HF_HOME", "HF_HUB_CACHE", "LD_LIBRARY_PATH", "CUDA_HOME",
+          "NCCL_DEBUG_FILE", "WANDB_DIR", "PATH")],
+        *[(name, "variables that tune a run") for name in ("MASTER_ADDR", "ACCELERATE_MIXED_PRECISION", "WORLD_SIZE",
+          "EDITOR", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "omp_num_threads")],
+        *[(name, "is not the name of a variable") for name in ("HF_=", "A B", "", "1X", "WANDB_X\n")],
+    ],
+)  # fmt: skip
+def test_what_loads_code_or_holds_secrets_may_not(name, why):
+    assert why in why_not(name)
+
+
+def test_a_misspelt_variable_is_named():
+    assert "did you mean 'OMP_NUM_THREADS'" in why_not("OMP_NUM_THREAD")
+
+
+def test_the_lists_are_plain_words():
+    assert all(prefix == prefix.upper() for prefix in PREFIXES)
+    assert all(word.isalpha() and word == word.upper() for word in REFUSED)
+    assert json.dumps(sorted(PREFIXES)) == json.dumps(sorted(set(PREFIXES)))
