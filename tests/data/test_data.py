@@ -182,7 +182,7 @@ BAD = {
     ),
     "size of no picture": (
         rows_of(GOOD), {"dataset_columns": {"prompt": "q"}, "image_mode": "RGB"},
-        "image_mode is for images, but dataset_columns names no column with images. Write: dataset_columns",
+        "image_mode is for images, but dataset_columns does not name a column with images. Write: dataset_columns",
     ),
     "template without a prompt": (
         rows_of(GOOD), {"dataset_columns": {"images": "image"}, "prompt_template": "{q}"},

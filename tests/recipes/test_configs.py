@@ -77,7 +77,7 @@ def test_configs_are_found_by_name_and_by_file(tmp_path):
     [
         ("a: [", None, "own.yaml is not YAML"),
         ("[]", None, "own.yaml is not an accelerate config: distributed_type is missing"),
-        ("distributed_type: MULTI_GPU", None, "there is no GPU. Write: --num_processes 2"),
+        ("distributed_type: MULTI_GPU", None, "this machine has no GPU. Write: --num_processes 2"),
         ("distributed_type: MULTI_GPU", 1, "is for several processes, but 1 was requested"),
         ("distributed_type: NO", 2, "runs one process, but 2 were requested. Write: --accelerate_config ddp"),
         ("distributed_type: 'NO'", 2, "runs one process, but 2 were requested. Write: --accelerate_config ddp"),
