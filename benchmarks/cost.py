@@ -155,32 +155,31 @@ def measure_switches(repetitions: int) -> dict[str, Any]:
 def measure_sync(repetitions: int) -> dict[str, Any]:
     """Measures the merging of a weight sync without sending, and the drift of the base weights after 100 syncs."""
     import torch
-    from test_weight_sync import walk
-    from test_weight_sync import wide as adapted
+    from adapted_models import adapted_llama, merge_for_sync
 
     from safe_trainers.rollout.weight_sync import AdapterSync
 
     found = {}
     for hidden in (64, 128, 256, 512, 1024):
         torch.manual_seed(0)
-        model = adapted(hidden=hidden)
+        model = adapted_llama(hidden=hidden)
         sync = AdapterSync(model, torch.bfloat16)
 
         def run(safe: bool, model: Any = model, sync: Any = sync) -> dict[str, float]:
             started = time.process_time()
             for _ in range(3):
-                walk(model, sync if safe else None)
+                merge_for_sync(model, sync if safe else None)
             return {"time": (time.process_time() - started) / 3}
 
         run(True), run(False)
         found[f"hidden size {hidden}"] = alternate(run, 3 * repetitions)
         drifts = []
         for mine in (None, sync):
-            model = adapted(hidden=hidden)
+            model = adapted_llama(hidden=hidden)
             sync = AdapterSync(model, torch.bfloat16)
             before = {n: p.detach().double() for n, p in model.named_parameters() if "base_layer" in n}
             for _ in range(100):
-                walk(model, None if mine is None else sync)
+                merge_for_sync(model, None if mine is None else sync)
             after = dict(model.named_parameters())
             drifts.append(max((after[n].double() - old).abs().max().item() for n, old in before.items()))
         found[f"hidden size {hidden}"]["drift"] = {"stock": drifts[0], "ratios": [drifts[1] / drifts[0]]}

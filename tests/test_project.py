@@ -2,8 +2,10 @@
 
 import ast
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -365,3 +367,26 @@ def test_make_targets_that_are_named_exist(document: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)", (ROOT / document).read_text(encoding="utf-8")))
     assert named - targets == set()
+
+
+def missing_imports(source: str) -> list[str]:
+    """Modules that a benchmark imports, in functions too, and that a process of its own cannot find."""
+    tests = ROOT / "tests"
+    path = [str(ROOT / "benchmarks"), str(tests), *(p for p in sys.path if not Path(p).is_relative_to(tests))]
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    tops = {name.partition(".")[0] for name in names} - set(sys.builtin_module_names)
+    return sorted(top for top in tops if PathFinder.find_spec(top, path) is None)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda file: file.name)
+def test_benchmarks_import_what_exists(file: Path) -> None:
+    assert missing_imports(file.read_text()) == []
+
+
+def test_a_missing_import_is_found() -> None:
+    assert missing_imports("import sys\ndef f():\n    from test_weight_sync import x") == ["test_weight_sync"]

@@ -1,33 +1,28 @@
 """What TRL's weight sync sends of a model with adapters, and that the base keeps its bits. vLLM is a stand-in."""
 
-import time
 import warnings
 
 import cells
 import pytest
 import torch
 import vllm_stand_in
+from adapted_models import adapted_llama, lora, merge_for_sync
 from cells import Cell
 from live_bytes import LiveBytes
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from policing import reset_accelerate
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from safe_trainers import PrecisionError, PrecisionWarning, SafeGRPOConfig
 from safe_trainers.rollout.weight_sync import METRIC, PATIENCE, SAMPLE, AdapterSync
 
 
 CELL = Cell("text", "grpo", "bf16", "bf16")
-EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
 
 
 @pytest.fixture
 def vllm(monkeypatch):
     return vllm_stand_in.install(monkeypatch)
-
-
-def lora(**changes):
-    return LoraConfig(**{"r": 4, "target_modules": EVERYWHERE, "init_lora_weights": False, **changes})
 
 
 def base(dtype=torch.bfloat16, **changes):
@@ -155,21 +150,6 @@ def test_8_bit_weights_reach_a_server_dense(vllm, monkeypatch):
 # --- what is sent ----------------------------------------------------------------------------------------------------
 
 
-def wide(hidden=256, layers=2, dtype=torch.bfloat16, scale=1.0):
-    """A model of a width at which arithmetic takes the time, with adapters of a size of choice."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64,
-    )  # fmt: skip
-    config.dtype = dtype
-    model = get_peft_model(LlamaForCausalLM(config).to(dtype), lora(r=8))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.float() * (scale if "lora_B" in name else 1.0)
-    return model
-
-
 def references(model):
     """Base and merged weights of the adapted layers in float64."""
     for name, layer in model.base_model.model.named_modules():
@@ -181,7 +161,7 @@ def references(model):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_each_weight_is_rounded_once(dtype):
-    model = wide(scale=0.1)
+    model = adapted_llama(scale=0.1)
     sent = dict(AdapterSync(model, dtype).named_weights())
     for name, _, merged in references(model):
         # Half a step of the dtype, and the rounding of a sum in float32.
@@ -193,7 +173,7 @@ def test_each_weight_is_rounded_once(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [1e-3, 1e-2, 0.1])
 def test_the_lost_share_is_that_of_float64(dtype, scale):
-    model = wide(scale=scale)
+    model = adapted_llama(scale=scale)
     sync = AdapterSync(model, dtype)
     for _ in sync.named_weights():
         pass
@@ -210,7 +190,7 @@ def test_the_lost_share_is_that_of_float64(dtype, scale):
 
 
 def test_the_sample_of_a_large_weight_is_spread_over_it():
-    model = wide(hidden=512, layers=1, scale=0.03)
+    model = adapted_llama(hidden=512, layers=1, scale=0.03)
     sync = AdapterSync(model, torch.bfloat16)
     assert max(p.numel() for p in model.parameters()) > 32 * SAMPLE
     for _ in sync.named_weights():
@@ -269,36 +249,11 @@ def test_what_nothing_changes_is_the_live_tensor():
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
-def walk(model, sync=None):
-    """What TRL does with a model at each sync, without the sending."""
-    if sync is not None:
-        with sync.merged():
-            return walk(model)
-    model.merge_adapter()
-    for name, parameter in model.named_parameters():
-        if model.prefix not in name:
-            yield_to_nobody = parameter.data
-    model.unmerge_adapter()
-    return yield_to_nobody
-
-
-def test_a_sync_takes_no_longer_than_stocks():
-    model = wide(hidden=512)
-    sync = AdapterSync(model, torch.bfloat16)
-    times = {"stock": [], "safe": []}
-    for _ in range(7):
-        for name, mine in (("stock", None), ("safe", sync)):
-            began = time.perf_counter()
-            walk(model, mine)
-            times[name].append(time.perf_counter() - began)
-    assert min(times["safe"]) <= min(times["stock"])  # the least is what others on the machine disturbed least
-
-
 def test_the_extra_memory_is_one_layer():
     def peak(layers, safe):
-        model = wide(layers=layers)
+        model = adapted_llama(layers=layers)
         with LiveBytes(model.parameters()) as live:
-            walk(model, AdapterSync(model, torch.bfloat16) if safe else None)
+            merge_for_sync(model, AdapterSync(model, torch.bfloat16) if safe else None)
         return live.peak
 
     layer = 256 * 512 * 4  # the largest one in float32
