@@ -16,7 +16,8 @@ from .core.errors import (
     SafeTrainersError,
     UnsupportedVersionError,
 )
-from .core.messages import REFUSALS, WARNINGS
+from .core.messages import WARNINGS
+from .core.refusals import REFUSALS
 from .core.versions import __version__
 
 

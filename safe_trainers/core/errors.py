@@ -23,7 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from .messages import REFUSALS, WARNINGS, Finding
+from .messages import WARNINGS, Finding
+from .refusals import REFUSALS
 
 
 Level: TypeAlias = Literal["ok", "note", "warning", "error"]

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from ..core import errors
 from ..core.errors import PrecisionError, SafeTrainersError
-from ..core.messages import REFUSALS, WARNINGS, Finding
+from ..core.messages import WARNINGS, Finding
+from ..core.refusals import REFUSALS
 from .entry import ANY, Entry, Kind, squeeze
 from .known_errors import upstream_entries
 

@@ -21,7 +21,8 @@ from transformers.quantizers import quantizer_bnb_4bit
 
 from safe_trainers import ContractError, PrecisionError, RecipeError, UnsupportedVersionError
 from safe_trainers.core.errors import refuse
-from safe_trainers.core.messages import REFUSALS, WARNINGS
+from safe_trainers.core.messages import WARNINGS
+from safe_trainers.core.refusals import REFUSALS
 from safe_trainers.explain.catalogue import OURS, entries, hits, own_entries
 from safe_trainers.explain.entry import ANY, Entry, squeeze
 from safe_trainers.explain.known_errors import parse_entries, upstream_entries
