@@ -125,6 +125,12 @@ WARNINGS = index(
         "pip install 'vllm>={fixed_in}'",
     ),
     Finding(
+        "mismatch-is-not-rounding",
+        "sampler and trainer compute different log-probabilities: rounding explains about 1 spacing, and at most 3. "
+        "Likely cause: {cause}. Excluded: {excluded}.",
+        "{fix}",
+    ),
+    Finding(
         "fsdp-merges-in-place",
         "TRL merges the adapters into the sharded base for each sync and subtracts them again, which does not restore "
         "the old weights exactly: in half precision the base drifts. The share that a sync loses is not measured.",

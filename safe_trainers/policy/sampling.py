@@ -46,6 +46,21 @@ def changed_settings(get: Callable[[str], Any]) -> list[tuple[str, str]]:
     return _changed(get, CORRECTABLE)
 
 
+def uncorrectable_settings(get: Callable[[str], Any], tools: bool = False) -> list[tuple[str, str]]:
+    """The settings of a run that change vLLM's log-probabilities in a way that cannot be corrected.
+
+    Args:
+        get: Returns the value of a setting by name, `None` if it is unset.
+        tools: Whether the run calls tools.
+
+    Returns:
+        Each setting as it was passed, and as a message names it.
+    """
+    # `generation_kwargs` override the settings, and the trainer scores with the temperature of the settings.
+    neutral = {**UNCORRECTABLE, "temperature": (get("temperature"),)}
+    return _changed(get, neutral | {name: CORRECTABLE[name] for name in IN_ONE_TURN if tools})
+
+
 def uncorrectable(get: Callable[[str], Any], tools: bool = False) -> Problem | None:
     """Refuses settings under which TRL's importance weights for vLLM compare two different distributions.
 
@@ -58,10 +73,7 @@ def uncorrectable(get: Callable[[str], Any], tools: bool = False) -> Problem | N
     """
     if not get("use_vllm") or not get(CORRECTION):
         return None
-    # `generation_kwargs` override the settings, and the trainer scores with the temperature of the settings.
-    neutral = {**UNCORRECTABLE, "temperature": (get("temperature"),)}
-    neutral |= {name: CORRECTABLE[name] for name in IN_ONE_TURN if tools}
-    named = _changed(get, neutral)
+    named = uncorrectable_settings(get, tools)
     if not named:
         return None
     given = ", ".join(setting for setting, _ in named)

@@ -35,6 +35,7 @@ class RolloutAlignment(Feature):
         scored_in: Autocast dtype of the first scoring or loss, float32 without autocast; `None` before the first.
         sync: Merges adapters for each weight sync to vLLM; `None` if no adapters are merged.
         warnings: The warnings that `check` found at construction.
+        synced_step: The optimizer step of the last weight sync to vLLM; `None` before the first.
     """
 
     def __init__(self, run: Run) -> None:
@@ -42,6 +43,7 @@ class RolloutAlignment(Feature):
         self.scored_in: torch.dtype | None = None
         self.sync: AdapterSync | None = None
         self.warnings: tuple[Problem, ...] = ()
+        self.synced_step: int | None = None
         self._lossy_syncs = 0  # consecutive syncs that lost more than `sync_lost_limit`
 
     @property
@@ -135,6 +137,7 @@ class RolloutAlignment(Feature):
             merged = self.sync.merged() if self.sync is not None else contextlib.nullcontext()
             with vllm.weights_reloaded(generation), merged:
                 result = original(*args, **kwargs)
+            self.synced_step = self.run.step
             if trains_features:
                 vllm_images.forget_features(generation)
             if self.sync is not None:

@@ -32,6 +32,8 @@ from dataclasses import dataclass
 import torch
 
 
+PREFIX = "precision/"
+"""The metrics' names begin with it."""
 POSITIONS = (0, 16, 64, 256, 1024, 4096)
 """First positions of the buckets of `mismatch_pos_*`; the last bucket is open-ended."""
 LIMIT = 300.0
@@ -151,4 +153,4 @@ def metrics(total: torch.Tensor, dtype: str = "float32", limits: Limits | None =
         if seen[f"scored_{first}"]:
             last = "up" if following is None else following - 1
             found[f"mismatch_pos_{first}_{last}"] = seen[f"abs_{first}"] / seen[f"scored_{first}"]
-    return {f"precision/{name}": value for name, value in found.items()}
+    return {PREFIX + name: value for name, value in found.items()}

@@ -28,8 +28,9 @@ from ..core.errors import PrecisionError, refuse
 from ..core.feature import Feature, Run
 from ..core.trl import BUFFER_METHOD, trl_bases
 from ..model.parts import unwrap
+from .causes import not_rounding, samples_from_current_weights
 from .logprob_recorder import RECORDED_MODES, SAMPLER_KEY, Turn, align
-from .mismatch import EPS, SIZE, Limits, combine, metrics, tally
+from .mismatch import EPS, PREFIX, SIZE, Limits, combine, metrics, tally
 from .truncation import TruncationCorrection
 
 
@@ -59,6 +60,7 @@ class MismatchMeter(Feature):
         self._slice: Mapping[str, Any] = {}  # the slice of the batch whose loss is computed
         self._has_rollouts = any(BUFFER_METHOD in vars(base) for base in trl_bases(type(run.trainer)))
         self._limits = limits_of(run.args)
+        self._synced = True  # whether the sampler had the weights of the last batch's step
         self.on_train_begin()
 
     def on_train_begin(self) -> None:
@@ -111,6 +113,7 @@ class MismatchMeter(Feature):
             batch = call()
         finally:
             self._turns = self._forwards = None
+        self._synced = samples_from_current_weights(self.run)
         recorded = batch.get(TRL_SAMPLER_KEY) is None
         sampler = align(turns, batch["completion_ids"]) if recorded else batch[TRL_SAMPLER_KEY]
         if sampler is None:
@@ -236,7 +239,14 @@ class MismatchMeter(Feature):
         """The metrics since the last log."""
         total = self.gathered.pop(mode, None)
         found = {} if total is None else metrics(total, self._coarsest_dtype(), self._limits)
+        self._warn_of(found)
         return {f"eval_{name}": value for name, value in found.items()} if mode == "eval" else found
+
+    def _warn_of(self, found: Mapping[str, float]) -> None:
+        ulp, mean = found.get(f"{PREFIX}logp_mismatch_ulp", 0.0), found.get(f"{PREFIX}logp_mismatch_mean", 0.0)
+        problem = not_rounding(self.run, ulp, mean, self._synced)
+        if problem is not None:
+            self.run.warn_once(problem)
 
     def _coarsest_dtype(self) -> str:
         dtypes = self.run.policy.compute.value & EPS.keys()
