@@ -114,6 +114,12 @@ WARNINGS = index(
         "generate with the model's own `generate`, `use_vllm=False`",
     ),
     Finding(
+        "sampler-without-float32-head",
+        "the trainer's output head computes in float32, and vLLM's computes in {dtype}, or cannot be asked.",
+        "vllm>=0.31 in the trainer's process, or a server that was started with "
+        '`--hf-overrides \'{{"head_dtype": "float32"}}\'`',
+    ),
+    Finding(
         "vllm-server-not-asked",
         "this release of TRL cannot read the compute dtype of a vLLM server.",
         "start the server with `--dtype {dtype}`, the trainer's compute dtype",

@@ -20,6 +20,7 @@ from ..core.trl import VLLM_MODULE, uses_continuous_batching
 from ..core.versions import installed_version
 from ..model.parts import find_parts, is_quantized, unwrap
 from ..policy.distributed import fsdp_version, shards_weights
+from ..weights.fp32_modules import covers_head
 from ..weights.merged import unmergeable
 from . import vllm, vllm_images
 from .weight_sync import METRIC, PATIENCE, AdapterSync, ties_weights
@@ -86,7 +87,7 @@ class RolloutAlignment(Feature):
         if dropout:
             where = ", and vLLM samples without dropout" if uses_vllm else ""
             yield warn("adapter-dropout-in-rollouts", f"lora_dropout={dropout:g}", where=where)
-        modules = self.run.weights.fp32_modules
+        modules = [name for name in self.run.weights.fp32_modules if not covers_head(model, [name])]
         if modules and uses_vllm:
             given = f"fp32_modules, such as {modules[0]}, with use_vllm=True"
             yield warn("sampler-without-fp32-modules", given, dtype=self.sampler_dtype)
@@ -101,13 +102,20 @@ class RolloutAlignment(Feature):
 
     def engine_kwargs(self, module: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments for TRL's vLLM engine, with the dtype and the quantization that the run needs."""
-        complete = vllm.engine_kwargs(arguments, self._engine_dtype, self._device(), installed_version("vllm"))
+        dtype, version = self._engine_dtype, installed_version("vllm")
+        complete = vllm.engine_kwargs(arguments, dtype, self._device(), version, self._has_float32_head())
         complete = vllm_images.engine_kwargs(complete, getattr(self.run.trainer, "model", None))
         if module != VLLM_MODULE and "quantization" in arguments:
             complete["quantization"] = arguments["quantization"]  # our weight sync does not serve this engine
         changed = {key: value for key, value in complete.items() if key not in arguments or arguments[key] != value}
         logger.info("vLLM engine: %s", changed)
         return complete
+
+    def _has_float32_head(self) -> bool:
+        if self.sampler_dtype not in HALVES:
+            return False
+        asked = getattr(self.run.args, "cast_lm_head_to_fp32", False)
+        return asked or covers_head(self.run.model, self.run.weights.fp32_modules)
 
     def ready(self) -> None:
         """Wraps the weight sync of vLLM, and casts a reference model to the policy's dtypes."""
@@ -121,6 +129,9 @@ class RolloutAlignment(Feature):
             self._wrap_sync(generation)
             vllm_images.forbid_markers(generation)
             llm = getattr(generation, "llm", None)
+            if self._has_float32_head() and not (llm is not None and vllm.head_is_float32(llm)):
+                self.run.warn_once(warn("sampler-without-float32-head", "a float32 head with use_vllm=True",
+                                        dtype=self.sampler_dtype))  # fmt: skip
             _check_prompts_of(generation, None if llm is None else vllm_images.keep_image_tokens(llm))
         reference = getattr(self.run.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):

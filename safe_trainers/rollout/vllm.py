@@ -4,11 +4,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from packaging.version import Version
 from torch import nn
 
 from ..core.device import Device
-from ..core.dtypes import FLOAT16, SHORT, parse_dtype
+from ..core.dtypes import FLOAT16, FLOAT32, HALVES, SHORT, parse_dtype
 from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..model.inventory import ModelInventory, quantization_method
 from ..model.parts import unwrap
@@ -76,7 +77,7 @@ def refusals(model: nn.Module, dtype: str | None, colocated: bool, fsdp: bool = 
 
 
 def engine_kwargs(
-    arguments: Mapping[str, Any], dtype: str | None, device: Device, version: str | None
+    arguments: Mapping[str, Any], dtype: str | None, device: Device, version: str | None, float32_head: bool = False
 ) -> dict[str, Any]:
     """Completes the arguments with which TRL builds an engine; arguments that TRL passes are kept.
 
@@ -85,14 +86,19 @@ def engine_kwargs(
         dtype: The dtype to sample in; `None` to keep TRL's.
         device: The device of the run.
         version: The installed vLLM's version; `None` if unknown.
+        float32_head: Whether the trainer's output head computes in float32.
 
     Returns:
         New keyword arguments: with `dtype`; without bitsandbytes quantisation, since the weights that are synced are
-        not quantised; and with cascade attention disabled where it may compute wrongly.
+        not quantised; with the output head in float32 if the trainer's is; and with cascade attention disabled where
+        it may compute wrongly.
     """
     complete = ({} if dtype is None else {"dtype": dtype}) | dict(arguments)
     if complete.get("quantization") == PACKED:
         complete["quantization"] = None
+    overrides = complete.get("hf_overrides") or {}
+    if float32_head and dtype in HALVES and isinstance(overrides, Mapping):  # it may be a function
+        complete["hf_overrides"] = {"head_dtype": FLOAT32, **overrides}
     if cascade_attention_is_wrong(device, version):
         complete.setdefault("disable_cascade_attn", True)
     return complete
@@ -102,6 +108,22 @@ def cascade_attention_is_wrong(device: Device, version: str | None) -> bool:
     """Whether cascade attention of this vLLM version may compute wrongly on a device."""
     old = version is not None and Version(version) < CASCADE_ATTENTION_FIXED
     return old and device.capability is not None and device.capability[0] != 9  # 9 is Hopper
+
+
+def head_is_float32(llm: Any) -> bool:
+    """Whether the output head of an engine in this process computes in float32.
+
+    Args:
+        llm: A `vllm.LLM`.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    layers = [layer for layer in _model(llm).modules() if isinstance(layer, LogitsProcessor)]
+    return bool(layers) and all(getattr(layer, "head_dtype", None) == torch.float32 for layer in layers)
+
+
+def _model(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
 def check_server(client: Any, dtype: str) -> Problem | None:
@@ -151,7 +173,7 @@ def weights_reloaded(generation: Any) -> Iterator[None]:
     if llm is None:  # a server packs its own weights
         yield
         return
-    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    model = _model(llm)
     if not isinstance(model, nn.Module) or all(parameter.numel() for parameter in model.parameters()):
         yield
         return

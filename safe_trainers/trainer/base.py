@@ -20,13 +20,14 @@ from ..core.feature import Run
 from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts
 from ..media.inputs import MediaInputs
 from ..model.inventory import ModelInventory, take_inventory
-from ..model.parts import find_parts, unwrap
+from ..model.parts import find_parts
 from ..model.trial_forward import trial_error
 from ..numerics import loss_scale
 from ..policy import distributed
 from ..policy.resolve import FLAG_OF, resolve
 from ..policy.settings import PrecisionSettings
 from ..weights import unify_dtypes
+from ..weights.fp32_modules import covers_head
 from ..weights.prepare import prepare_reference, prepare_weights
 from .coverage import check_bases, contract_of, describe_engine, why_not_aligned
 from .from_config import facts_of, requested_by, trainable_context
@@ -208,18 +209,10 @@ def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
     make_computable(run, model, inventory)
 
 
-def head_is_float32(run: Run, model: nn.Module) -> bool:
-    """Whether a model's output head is in `fp32_modules`."""
-    base: Any = unwrap(model)
-    head = base.get_output_embeddings()
-    modules = (base.get_submodule(name) for name in run.weights.fp32_modules)
-    return any(part is head for module in modules for part in module.modules())
-
-
 def check_fused_head(run: Run, guard: AdapterGuard, model: nn.Module) -> None:
     """Raises `PrecisionError` for a float32 head that this TRL bypasses by multiplying with its weight directly."""
     autocast = run.policy.autocast.value
-    if guard.chunked and autocast is not None and head_is_float32(run, model):
+    if guard.chunked and autocast is not None and covers_head(model, run.weights.fp32_modules):
         given = f"fp32_modules with the head under {autocast} autocast"
         raise PrecisionError([refuse("fused-head-is-not-float32", given)])
 

@@ -31,7 +31,7 @@ from ..rollout.alignment import RolloutAlignment
 from ..rollout.mismatch_meter import MismatchMeter, check_reward_weights
 from ..rollout.truncation import TruncationCorrection
 from ..weights import fp32_modules
-from .base import head_is_float32, prepare_other_model
+from .base import prepare_other_model
 from .coverage import check_bases
 from .from_config import (
     check_adapters,
@@ -99,7 +99,10 @@ class PrecisionMixin(ExactCheckpoints):
         arguments = move_quantization_config(signature, arguments)
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
         with construction(
-            type(self), arguments.get("model"), lambda model: head_is_float32(run, model), self._engine_kwargs
+            type(self),
+            arguments.get("model"),
+            lambda model: fp32_modules.covers_head(model, run.weights.fp32_modules),
+            self._engine_kwargs,
         ) as self._adapter_guard:
             super().__init__(**arguments)
         policy, *others = run.feature(MediaInputs).models()

@@ -122,6 +122,18 @@ def guard(model: nn.Module, modules: dict[str, nn.Module]) -> None:
             quantization.compute_in(layer, torch.float32)
 
 
+def covers_head(model: nn.Module, names: Iterable[str]) -> bool:
+    """Whether a model's output head is one of the modules with these names, or inside of one.
+
+    Args:
+        model: The model, wrapped or not.
+        names: Names of modules in the base model.
+    """
+    base: Any = unwrap(model)
+    head = base.get_output_embeddings()
+    return any(part is head for name in names for part in base.get_submodule(name).modules())
+
+
 def without_autocast(module: nn.Module) -> None:
     """Disables autocast in a head that TRL casts to float32; autocast would round its matrix products again.
 
