@@ -72,6 +72,24 @@ def guard_features(parts: ModelParts) -> tuple[str, ...]:
     return tuple(wrapped)
 
 
+def widen_embeddings(embeddings: nn.Module) -> None:
+    """Casts the output of the input embeddings to float32 under autocast, as if their weights were float32.
+
+    Embeddings in one half format round the residual stream to it until the first layer adds to it, and so round away
+    bits that the other format of autocast has.
+
+    Args:
+        embeddings: The module of the input embeddings. A second call has no effect.
+    """
+    if _widen not in embeddings._forward_hooks.values():
+        embeddings.register_forward_hook(_widen)
+
+
+def _widen(module: nn.Module, args: Any, output: Any) -> Any:
+    half = isinstance(output, torch.Tensor) and output.is_floating_point()
+    return output.float() if half and torch.is_autocast_enabled(output.device.type) else None
+
+
 def release_features(parts: ModelParts) -> bool:
     """Restores the methods that `guard_features` replaced.
 
@@ -134,7 +152,9 @@ def _features_follow_embeddings(function: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(function)
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = function(self, *args, **kwargs)
-        dtype = first_dtype(self.get_input_embeddings())  # type: ignore[operator]
+        embeddings = self.get_input_embeddings()  # type: ignore[operator]
+        wide = _widen in embeddings._forward_hooks.values()
+        dtype = torch.float32 if wide else first_dtype(embeddings)
         return output if dtype is None else cast_floating(output, dtype)
 
     setattr(features, _MARK, True)

@@ -8,12 +8,13 @@ from torch import nn
 
 from ..core.dtypes import FLOAT32, HALVES, join_dtypes
 from ..model.inventory import ModelInventory
-from ..model.parts import find_parts
+from ..model.parts import find_parts, unwrap
 from ..policy.resolve import PrecisionPolicy
-from .cast_hooks import guard_features, guard_leaves
+from .cast_hooks import guard_features, guard_leaves, widen_embeddings
 
 
 INPUT, OUTPUT = "input", "output"
+FEATURES, EMBEDDINGS = "features", "embeddings"
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Boundary:
 
     Attributes:
         side: `"input"`: inputs of the layers of `module` are cast to the dtype of their weights. `"output"`: outputs
-            of towers are cast to the dtype of the input embeddings.
-        module: Name of the tower; `"model"` for the whole model; `"features"` for the `get_*_features` methods.
+            of towers are cast to the dtype of the input embeddings, or those of the embeddings to float32.
+        module: Name of the tower; `"model"` for the whole model; `"features"` for the `get_*_features` methods;
+            `"embeddings"` for the input embeddings.
         reason: The dtypes that meet.
     """
 
@@ -66,7 +68,7 @@ def plan_boundaries(
         The plan.
     """
     found = _boundaries(policy, inventory, late_cast)
-    return BoundaryPlan(tuple(boundary for boundary in found if features or boundary.side != OUTPUT))
+    return BoundaryPlan(tuple(boundary for boundary in found if features or boundary.module != FEATURES))
 
 
 def place(plan: BoundaryPlan, model: nn.Module) -> None:
@@ -78,8 +80,11 @@ def place(plan: BoundaryPlan, model: nn.Module) -> None:
     """
     parts = find_parts(model)
     for boundary in plan.boundaries:
-        if boundary.side == OUTPUT:
+        if boundary.module == FEATURES:
             guard_features(parts)
+        elif boundary.module == EMBEDDINGS:
+            base: Any = unwrap(model)
+            widen_embeddings(base.get_input_embeddings())
         else:
             guard_leaves([model] if boundary.module == "model" else [parts.towers[boundary.module]])
 
@@ -96,11 +101,15 @@ def _boundaries(policy: PrecisionPolicy, inventory: ModelInventory, late_cast: b
             elif late_cast and autocast is not None:
                 reason = f"the engine casts the weights to {autocast}, and inputs are float32"
                 yield Boundary(INPUT, tower.name, reason)
+    wide = not late_cast and {autocast, inventory.embeddings} == HALVES
+    if wide:
+        yield Boundary(OUTPUT, EMBEDDINGS, f"{inventory.embeddings} weights would round what {autocast} can hold")
     if inventory.features and inventory.embeddings is not None:
         if autocast is None:
             outputs = {dtype for tower in inventory.towers for dtype in tower.dtypes}
         else:  # autocast returns its own dtype, or float32 if the last operation is a norm
             outputs = {autocast, FLOAT32}
-        if outputs - {inventory.embeddings}:
-            reason = f"towers return {join_dtypes(outputs)}, and the embeddings are {inventory.embeddings}"
-            yield Boundary(OUTPUT, "features", reason)
+        merged = FLOAT32 if wide else inventory.embeddings
+        if outputs - {merged}:
+            reason = f"towers return {join_dtypes(outputs)}, and the embeddings are {merged}"
+            yield Boundary(OUTPUT, FEATURES, reason)

@@ -14,7 +14,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from upstream import towers_count_in_the_dtype_of_pixels
 
 from safe_trainers import tiny
-from safe_trainers.boundaries.cast_hooks import cast_floating, guard_features, guard_leaves, release_features
+from safe_trainers.boundaries.cast_hooks import (
+    cast_floating,
+    guard_features,
+    guard_leaves,
+    release_features,
+    widen_embeddings,
+)
 from safe_trainers.model.parts import find_parts
 
 
@@ -216,3 +222,47 @@ def test_what_was_placed_on_features_can_be_taken_back():
     assert release_features(parts)
     assert [dict(vars(container)) for container in parts.containers] == before
     assert not release_features(parts)
+
+
+# ---- embeddings in the other half format than autocast ----
+
+
+def hidden_error(model, ids, reference):
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        return (model(input_ids=ids).logits.double() - reference).abs().mean().item()
+
+
+def test_embeddings_in_bfloat16_do_not_round_what_float16_holds():
+    torch.manual_seed(0)
+    model = tiny.build_model("text", dtype=torch.bfloat16).eval()
+    ids = torch.randint(20, 200, (4, 32))
+    with torch.no_grad():
+        reference = copy.deepcopy(model).double()(input_ids=ids).logits
+    rounded = hidden_error(model, ids, reference)
+    widen_embeddings(model.get_input_embeddings())
+    assert hidden_error(model, ids, reference) < rounded / 2
+
+
+def test_embeddings_are_widened_under_autocast_only_and_once():
+    embeddings = nn.Embedding(3, 4).to(torch.bfloat16)
+    widen_embeddings(embeddings)
+    widen_embeddings(embeddings)
+    assert len(embeddings._forward_hooks) == 1
+    ids = torch.tensor([0, 2])
+    assert embeddings(ids).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(embeddings(ids), embeddings.weight[ids].float())
+    assert embeddings.weight.dtype == torch.bfloat16
+
+
+def test_features_follow_widened_embeddings():
+    model = guarded(tiny.build_model("llava", dtype=torch.bfloat16).eval())
+    model.model.vision_tower.float()
+    model.model.multi_modal_projector.float()
+    widen_embeddings(model.get_input_embeddings())
+    batch = media_batch("llava")
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        features = model.get_image_features(batch["pixel_values"])
+        assert model(**batch).logits.isfinite().all()
+    output = features.pooler_output if hasattr(features, "pooler_output") else features
+    assert {part.dtype for part in output} == {torch.float32}

@@ -23,7 +23,7 @@ def placed(flags, counted, late_cast=False):
     return {(b.side, b.module) for b in plan_boundaries(policy, counted, late_cast).boundaries}
 
 
-BF16, NONE = Requested(bf16=True), Requested(bf16=False)
+BF16, FP16, NONE = Requested(bf16=True), Requested(fp16=True), Requested(bf16=False)
 TABLE = [
     # flags, embeddings, tower, an engine casts later; placed
     (NONE, "float32", "float32", False, set()),
@@ -35,6 +35,10 @@ TABLE = [
     (BF16, "bfloat16", "bfloat16", False, {("input", "vision_tower"), ("output", "features")}),
     (BF16, "float32", "float32", True, {("input", "vision_tower"), ("output", "features")}),
     (NONE, "float32", "float32", True, set()),
+    (BF16, "float16", "float32", False, {("output", "embeddings"), ("output", "features")}),
+    (FP16, "bfloat16", "float32", False, {("output", "embeddings"), ("output", "features")}),
+    (FP16, "bfloat16", "float32", True, {("input", "vision_tower"), ("output", "features")}),
+    (FP16, "float16", "float32", False, {("output", "features")}),
 ]
 
 
