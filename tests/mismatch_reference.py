@@ -58,6 +58,9 @@ def reference(rows, dtype="float32", limits=None):
             found[f"mismatch_pos_{first}_{following[0] if following else 'up'}"] = math.fsum(sizes) / len(sizes)
     if limits is not None:
         found["is_masked_frac"] = outside / tokens
+        if limits.clip is not None and scored:
+            low, high = limits.clip
+            found["phantom_clip_frac"] = sum(not low <= math.exp(d) <= high for d, _ in scored) / len(scored)
     return {f"precision/{name}": value for name, value in found.items()}
 
 
@@ -77,4 +80,23 @@ def as_rows(trainer, sampler, mask):
     return list(zip(trainer.double().tolist(), sampler.double().tolist(), mask.tolist(), strict=True))
 
 
-LIMITS = [None, Limits(None, 3.0, True), Limits(0.9, 1.05, False), Limits(0.95, None, False), Limits(None, None, True)]
+def loss_reference(rows, moved):
+    """The metrics of a loss; `rows` holds (now, trainer, sampler, counts) for each sequence."""
+    changes, gaps = [], []
+    for now, trainer, sampler, counts in rows:
+        for current, old, sampled, counted in zip(now, trainer, sampler, counts, strict=True):
+            if counted and math.isfinite(current - old):
+                changes.append(abs(current - old))
+                if math.isfinite(old - sampled):
+                    gaps.append(abs(old - sampled))
+    sizes = {"logratio_policy": changes, "logratio_gap": gaps} if moved else {"logp_batch_noise": changes}
+    return {f"precision/{name}": math.fsum(found) / len(found) for name, found in sizes.items() if found}
+
+
+LIMITS = [
+    None,
+    Limits(None, 3.0, True),
+    Limits(0.9, 1.05, False, (0.8, 1.28)),
+    Limits(0.95, None, False),
+    Limits(None, None, True),
+]

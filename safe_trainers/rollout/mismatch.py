@@ -13,6 +13,10 @@ returns, which includes top-k, top-p, min-p and penalties. S is the sum of D ove
 | `seq_logratio_abs_mean`, `seq_logratio_std` | mean of abs(S); standard deviation of S | nats | arXiv 2510.26788 |
 | `seq_ess` | (sum of w)^2 / (n * sum of w^2): 1 if all n sequences have equal weights | share | Kish 1965 |
 | `is_masked_frac` | tokens beyond TRL's limits of importance sampling / tokens | share | TRL's `vllm_importance_*` |
+| `phantom_clip_frac` | tokens whose exp(D) is outside of the loss's clip range (`epsilon`) / tokens | share | |
+| `logratio_policy` | mean of abs(log p_now - log p_trainer) in losses after the weights changed | nats | |
+| `logratio_gap` | mean of abs(D) over the same tokens: what the log-ratio to the sampler contains beside it | nats | |
+| `logp_batch_noise` | mean of abs(log p_now - log p_trainer) in losses before the weights change | nats | |
 | `mismatch_pos_<first>_<last>` | mean of abs(D) at these positions of the completion, from 0 | nats | |
 | `unscored_frac` | tokens without a finite D, which no mean includes, / tokens | share | |
 
@@ -24,6 +28,10 @@ above 1 has another cause than rounding.
 Every mean is taken in float64 over all tokens (or sequences) of all ranks and micro-batches since the last log. D, and
 S before `exp`, are clamped to [-300, 300]. `is_masked_frac` follows TRL's masking: a token whose log p_sampler is NaN
 has weight 1; if its log p_sampler is minus infinity, its weight and that of its sequence are infinite.
+
+p_now is the probability in a loss. Before the weights change it differs from p_trainer only by rounding, because
+scoring and loss compute other batches. `phantom_clip_frac` is the share of tokens that a loss would clip although the
+policy has not changed, if it compared with the sampler's log-probabilities.
 """
 
 import math
@@ -41,10 +49,11 @@ LIMIT = 300.0
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 """Spacing between the numbers from 1 to 2, by dtype."""
 
-_TOKENS = ("tokens", "scored", "abs", "sum", "k3", "relative", "outside")
+_TOKENS = ("tokens", "scored", "abs", "sum", "k3", "relative", "outside", "phantom")
 _SEQUENCES = ("sequences", "ratio", "ratio_abs", "ratio_square", "weight", "weight_square")
+_LOSSES = ("moved", "policy", "compared", "gap", "still", "noise")
 _BUCKETS = tuple(f"{what}_{first}" for what in ("scored", "abs") for first in POSITIONS)
-_FIELDS = (*_TOKENS, *_SEQUENCES, *_BUCKETS, "max")
+_FIELDS = (*_TOKENS, *_SEQUENCES, *_BUCKETS, *_LOSSES, "max")
 SIZE = len(_FIELDS)
 """Number of elements of a tally."""
 
@@ -57,11 +66,13 @@ class Limits:
         low: Lower limit of the weight; `None` without one.
         high: Upper limit of the weight; `None` without one.
         sequences: Whether the weight is exp(S), the same for all tokens of a sequence, instead of exp(D).
+        clip: The range in which the loss does not clip the ratio of a token; `None` if it clips none.
     """
 
     low: float | None
     high: float | None
     sequences: bool
+    clip: tuple[float, float] | None = None
 
     def outside(self, log_ratio: torch.Tensor) -> torch.Tensor:
         """Returns which log-ratios, of any shape, are outside the limits, as booleans of that shape."""
@@ -95,12 +106,16 @@ def tally(
         outside = counted & limits.outside(weighed.sum(1, keepdim=True) if limits.sequences else weighed)
     difference = difference.where(scored, 0.0).clamp(-LIMIT, LIMIT)
     size = difference.abs()
+    phantom = torch.zeros_like(scored)
+    if limits is not None and limits.clip is not None:
+        low, high = map(math.log, limits.clip)
+        phantom = scored & ((difference < low) | (difference > high))
     relative = size / sampler.where(scored, 0.0).abs().clamp(min=1.0)
     ratio, any_scored = difference.sum(1), scored.any(1)  # (B,)
     weight = ratio.clamp(-LIMIT, LIMIT).exp() * any_scored
     tokens = torch.stack(
-        [counted, scored, size, difference, difference.expm1() - difference, relative, outside]
-    ).sum(1)  # fmt: skip  # (7, C)
+        [counted, scored, size, difference, difference.expm1() - difference, relative, outside, phantom]
+    ).sum(1)  # fmt: skip  # (8, C)
     sequences = torch.stack([any_scored, ratio, ratio.abs(), ratio * ratio, weight, weight * weight]).sum(1)
     zero, width = size.new_zeros(()), tokens.shape[1]
     buckets = [
@@ -109,7 +124,37 @@ def tally(
         for first, following in zip(POSITIONS, (*POSITIONS[1:], width), strict=True)
     ]
     largest = size.amax() if size.numel() else zero
-    return torch.cat([tokens.sum(1), sequences, torch.stack([*buckets, largest])])
+    return torch.cat([tokens.sum(1), sequences, torch.stack([*buckets, *(zero for _ in _LOSSES), largest])])
+
+
+def loss_tally(
+    now: torch.Tensor, trainer: torch.Tensor, sampler: torch.Tensor | None, mask: torch.Tensor, moved: bool
+) -> torch.Tensor:
+    """Computes the counts and sums of one loss, without synchronising with a GPU.
+
+    Args:
+        now: The log-probabilities in the loss, in nats, (B, C).
+        trainer: The trainer's log-probabilities before the first update, in nats, (B, C).
+        sampler: The sampler's log-probabilities in nats, (B, C); `None` if they cannot be compared.
+        mask: 1 for tokens that count and 0 for others, (B, C).
+        moved: Whether the weights have changed since `trainer` was computed.
+
+    Returns:
+        The tally, (SIZE,) float64, as `tally` returns it.
+    """
+    device = torch.device("cpu") if now.device.type == "mps" else now.device
+    now, trainer = now.detach().to(device, torch.float64), trainer.detach().to(device, torch.float64)
+    change = (now - trainer).abs()
+    counted = (mask.to(device) != 0) & change.isfinite()
+    total = change.new_zeros(SIZE)
+    names = ("moved", "policy") if moved else ("still", "noise")
+    total[[_FIELDS.index(name) for name in names]] = torch.stack([counted.sum(), change.where(counted, 0.0).sum()])
+    if moved and sampler is not None:
+        gap = (trainer - sampler.detach().to(device, torch.float64)).abs()
+        compared = counted & gap.isfinite()
+        found = torch.stack([compared.sum(), gap.where(compared, 0.0).sum()])
+        total[[_FIELDS.index(name) for name in ("compared", "gap")]] = found
+    return total
 
 
 def combine(tallies: torch.Tensor) -> torch.Tensor:
@@ -131,9 +176,12 @@ def metrics(total: torch.Tensor, dtype: str = "float32", limits: Limits | None =
         The metrics by name, including `precision/`. A metric without data is absent; no value is NaN.
     """
     seen = dict(zip(_FIELDS, total.tolist(), strict=True))
+    means = {"logratio_policy": ("policy", "moved"), "logratio_gap": ("gap", "compared"),
+             "logp_batch_noise": ("noise", "still")}  # fmt: skip
+    found = {name: seen[part] / seen[count] for name, (part, count) in means.items() if seen[count]}
     if not seen["tokens"]:
-        return {}
-    found = {"unscored_frac": 1 - seen["scored"] / seen["tokens"]}
+        return {PREFIX + name: value for name, value in found.items()}
+    found["unscored_frac"] = 1 - seen["scored"] / seen["tokens"]
     if seen["scored"]:
         tokens, n = seen["scored"], seen["sequences"]
         mean = seen["ratio"] / n
@@ -149,6 +197,8 @@ def metrics(total: torch.Tensor, dtype: str = "float32", limits: Limits | None =
         }
     if limits is not None:
         found["is_masked_frac"] = seen["outside"] / seen["tokens"]
+        if limits.clip is not None and seen["scored"]:
+            found["phantom_clip_frac"] = seen["phantom"] / seen["scored"]
     for first, following in zip(POSITIONS, (*POSITIONS[1:], None), strict=True):
         if seen[f"scored_{first}"]:
             last = "up" if following is None else following - 1

@@ -30,13 +30,15 @@ from ..core.trl import BUFFER_METHOD, trl_bases
 from ..model.parts import unwrap
 from .causes import not_rounding, samples_from_current_weights
 from .logprob_recorder import RECORDED_MODES, SAMPLER_KEY, Turn, align
-from .mismatch import EPS, PREFIX, SIZE, Limits, combine, metrics, tally
+from .mismatch import EPS, PREFIX, SIZE, Limits, combine, loss_tally, metrics, tally
 from .truncation import TruncationCorrection
 
 
 logger = logging.getLogger(__name__)
 
 TRL_SAMPLER_KEY = "sampling_per_token_logps"
+SCORED_AT = "scored_at"
+"""Key of the feature's state that is not the tally of a mode."""
 _OLD_KEYS = ("old_per_token_logps", "old_logps")  # GRPO's per token, RLOO's per sequence
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -60,6 +62,7 @@ class MismatchMeter(Feature):
         self._slice: Mapping[str, Any] = {}  # the slice of the batch whose loss is computed
         self._has_rollouts = any(BUFFER_METHOD in vars(base) for base in trl_bases(type(run.trainer)))
         self._limits = limits_of(run.args)
+        self._scored_at: dict[str, int] = {}  # the step in which the last batch was scored, by mode
         self._synced = True  # whether the sampler had the weights of the last batch's step
         self.on_train_begin()
 
@@ -113,15 +116,17 @@ class MismatchMeter(Feature):
             batch = call()
         finally:
             self._turns = self._forwards = None
+        self._scored_at[self.run.mode] = self.run.step
         self._synced = samples_from_current_weights(self.run)
         recorded = batch.get(TRL_SAMPLER_KEY) is None
         sampler = align(turns, batch["completion_ids"]) if recorded else batch[TRL_SAMPLER_KEY]
         if sampler is None:
             self._log_once(self._why_absent())
-        elif any(key in batch for key in _OLD_KEYS):
-            self._count(old_logps(batch, forwards), sampler, batch)
-        elif recorded:
-            batch = {**batch, SAMPLER_KEY: sampler}
+        else:
+            if any(key in batch for key in _OLD_KEYS):
+                self._count(old_logps(batch, forwards), sampler, batch)
+            if recorded and _OLD_KEYS[1] not in batch:  # RLOO's loss has no log-probabilities of tokens
+                batch = {**batch, SAMPLER_KEY: sampler}
         return _with_finite_weights(batch)
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
@@ -139,17 +144,22 @@ class MismatchMeter(Feature):
         """Computes a loss, and measures its slice of the batch unless `around_batch` has measured it."""
         batch, self._slice = self._slice, {}
         sampler = batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
-        if sampler is None or any(key in batch for key in _OLD_KEYS) or not self._measures():
+        scored = any(key in batch for key in _OLD_KEYS)
+        if (sampler is None and not scored) or not self._measures():
             return call()
         forwards: list[torch.Tensor] = []
         self._forwards = forwards
-        if self._truncation is not None and TRL_SAMPLER_KEY in batch:
+        if self._truncation is not None and TRL_SAMPLER_KEY in batch and not scored:
             self._truncation.measure_next()
         try:
             value = call()
         finally:
             self._forwards = None
-        self._count(forwards[0] if forwards else None, sampler, batch)
+        now = forwards[0] if forwards else None
+        if scored:
+            self._count_change(now, batch)
+        else:
+            self._count(now, sampler, batch)
         return value
 
     def around_rewards(self, call: Callable[[], Any]) -> torch.Tensor:
@@ -215,8 +225,18 @@ class MismatchMeter(Feature):
         shift = None if self._truncation is None else self._truncation.shift
         if shift is not None:  # the sampler's log-probabilities are renormalised over the tokens that it keeps
             trainer = trainer + shift
-        mask = batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
-        counted = tally(trainer, sampler, mask, self._limits)
+        self._add(tally(trainer, sampler, _mask(batch), self._limits))
+
+    def _count_change(self, now: torch.Tensor | None, batch: Mapping[str, Any]) -> None:
+        """Counts how far the log-probabilities of a loss are from those that TRL computed before the first update."""
+        trainer, step = batch.get(_OLD_KEYS[0]), self._scored_at.get(self.run.mode)
+        if now is None or trainer is None or step is None or now.shape != trainer.shape:
+            return
+        truncated = self._truncation is not None and self._truncation.active
+        sampler = None if truncated else batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
+        self._add(loss_tally(now, trainer, sampler, _mask(batch), moved=self.run.step != step))
+
+    def _add(self, counted: torch.Tensor) -> None:
         mode = self.run.mode
         before = self.own.get(mode)
         self.own[mode] = counted if before is None else combine(torch.stack([before.to(counted.device), counted]))
@@ -253,12 +273,14 @@ class MismatchMeter(Feature):
         return max(dtypes, key=EPS.__getitem__, default="float32")
 
     def state_dict(self) -> dict[str, Any]:
-        """The tallies since the last log."""
-        return dict(self.own)
+        """The tallies since the last log, and when the buffered batch was scored."""
+        return {**self.own, SCORED_AT: dict(self._scored_at)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the tallies."""
-        self.own = dict(state)
+        """Restores the tallies, unless a version with other metrics has saved them."""
+        tallies = {mode: total for mode, total in state.items() if mode != SCORED_AT}
+        self.own = {mode: total for mode, total in tallies.items() if total.shape == (SIZE,)}
+        self._scored_at = dict(state.get(SCORED_AT, {}))
 
     def _why_absent(self) -> str:
         args = self.run.args
@@ -275,6 +297,12 @@ class MismatchMeter(Feature):
         if why not in self._logged and self.run.is_main:
             logger.warning("precision/logp_mismatch_* are not logged: %s", why)
         self._logged.add(why)
+
+
+def _mask(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Returns 1 for the tokens of completions that the model sampled, and 0 for padding and results of tools."""
+    mask: torch.Tensor = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def _with_finite_weights(batch: Any) -> Any:
@@ -304,7 +332,12 @@ def limits_of(args: Any) -> Limits | None:
         return None
     cap = getattr(args, "vllm_importance_sampling_cap", None)  # the upper limit's name in older releases
     high = getattr(args, "vllm_importance_sampling_clip_max", cap)
-    return Limits(getattr(args, "vllm_importance_sampling_clip_min", None), high, str(mode).startswith("sequence"))
+    low, epsilon = getattr(args, "vllm_importance_sampling_clip_min", None), getattr(args, "epsilon", None)
+    clip = None
+    if epsilon is not None and epsilon < 1 and getattr(args, "importance_sampling_level", "token") == "token":
+        upper = getattr(args, "epsilon_high", None)
+        clip = (1 - epsilon, 1 + (epsilon if upper is None else upper))
+    return Limits(low, high, str(mode).startswith("sequence"), clip)
 
 
 def old_logps(batch: Mapping[str, Any], forwards: list[torch.Tensor]) -> torch.Tensor | None:

@@ -185,7 +185,7 @@ class TruncationCorrection(Feature):
         problem = uncorrectable(lambda name: getattr(args, name, None))
         if problem is not None:
             yield problem
-        elif self._is_active() and self._corrects:
+        elif self.active and self._corrects:
             reasons = {
                 "FSDP or ZeRO-3 shards the head": shards_weights(args),
                 "`torch_compile=True` hides the inputs of the head": getattr(args, "torch_compile", False),
@@ -201,7 +201,9 @@ class TruncationCorrection(Feature):
         if getattr(self.run.trainer, "tools", None):
             raise_if([uncorrectable(lambda name: getattr(self.run.args, name, None), tools=True)])
 
-    def _is_active(self) -> bool:
+    @property
+    def active(self) -> bool:
+        """Whether vLLM's log-probabilities refer to a part of the vocabulary, or to changed logits."""
         args = self.run.args
         return bool(getattr(args, "use_vllm", False) and changed_settings(lambda name: getattr(args, name, None)))
 
@@ -209,7 +211,7 @@ class TruncationCorrection(Feature):
 
     def around_batch(self, call: Callable[[], Any]) -> Any:
         """Generates and scores a rollout batch, and restores TRL's own old log-probabilities in a copy of it."""
-        if not self._is_active():
+        if not self.active:
             return call()
         self._armed, self._full, self.shift = True, None, None
         try:
@@ -220,7 +222,7 @@ class TruncationCorrection(Feature):
 
     def measure_next(self) -> None:
         """Computes `shift` in the next scoring, for metrics that compare a loss with samples of vLLM."""
-        self._armed, self.shift = self._is_active(), None
+        self._armed, self.shift = self.active, None
 
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
         """Keeps what is scored."""

@@ -40,6 +40,7 @@ ALL = {
         "logp_mismatch_ulp", "seq_logratio_abs_mean", "seq_logratio_std", "seq_ess", "mismatch_pos_0_15",
     )
 }  # fmt: skip
+LIMITED = {"precision/is_masked_frac", "precision/phantom_clip_frac"}
 MEAN, MAX = "precision/logp_mismatch_mean", "precision/logp_mismatch_max"
 EXACT = 1e-5  # nats: float32 with a cache and padding beside float32 without
 
@@ -47,7 +48,15 @@ EXACT = 1e-5  # nats: float32 with a cache and padding beside float32 without
 def ours(entry, prefix=""):
     """What a log says of rollouts."""
     named = {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
-    wanted = ("precision/logp_", "precision/seq_", "precision/mismatch_", "precision/un", "precision/is_masked")
+    named.pop("precision/logp_batch_noise", None)  # it is of losses
+    wanted = (
+        "precision/logp_",
+        "precision/seq_",
+        "precision/mismatch_",
+        "precision/un",
+        "precision/is_masked",
+        "precision/phantom",
+    )
     return {k: v for k, v in named.items() if k.startswith(wanted) and not k.startswith("precision/unrewarded")}
 
 
@@ -150,7 +159,7 @@ def test_log_probabilities_of_the_loss_are_compared_with_those_that_were_sampled
     found = [ours(entry) for entry in logged(trainer)]
     assert len(found) == 2
     for entry, expected in zip(found, trainer.expected, strict=True):
-        assert set(entry) == ALL | {"precision/is_masked_frac"}
+        assert set(entry) == ALL | LIMITED
         assert entry == {name: pytest.approx(value, rel=1e-9, abs=1e-15) for name, value in expected.items()}
     assert all(entry[MEAN] > (1e-4 if cell.flag else 1e-9) for entry in found)
 
@@ -173,6 +182,59 @@ def test_old_log_probabilities_are_compared_where_trl_has_them(cell, changes):
         # The reference is of a full forward pass here, and the differences are a thousand times its error.
         assert entry == {name: pytest.approx(value, rel=2e-2, abs=3e-6) for name, value in expected.items()}
     assert compared >= 2 * len(ALL)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_iterations": 2},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "num_generations": 4},
+    ],
+    ids=str,
+)
+def test_a_loss_tells_the_change_of_policy_from_the_mismatch_with_the_sampler(changes):
+    made = cells.arguments(Cell("text", "grpo", "fp32", "bf16"), SafeGRPOConfig, steps=4, **changes)
+    now = []
+
+    class Scored(SafeGRPOTrainer):
+        def _get_per_token_logps_and_entropies(
+            self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        ):
+            found = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+            if torch.is_grad_enabled():
+                now.append((self.state.global_step, found[0].detach(), input_ids))
+            return found
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            step, logps, _ = now[-1]
+            now[-1] = (step, logps, {k: inputs[k] for k in ("old_per_token_logps", SAMPLER_KEY, "completion_mask")})
+            return loss
+
+    trainer = Scored(**made)
+    trainer.train()
+    moved = set()
+    for step, entry in enumerate(logged(trainer)):
+        losses = [(logps.double(), inputs) for at, logps, inputs in now if at == step]
+        masks = [inputs["completion_mask"].bool() for _, inputs in losses]
+
+        def mean(sizes, masks=masks):
+            return torch.cat([size[mask] for size, mask in zip(sizes, masks, strict=True)]).abs().mean().item()
+
+        change = mean([logps - inputs["old_per_token_logps"].double() for logps, inputs in losses])
+        gap = mean([inputs["old_per_token_logps"].double() - inputs[SAMPLER_KEY].double() for _, inputs in losses])
+        if "precision/logp_batch_noise" in entry:  # the rollout of this step
+            assert entry["precision/logp_batch_noise"] == pytest.approx(change, rel=1e-9, abs=1e-12)
+            assert "precision/logratio_policy" not in entry
+        else:
+            moved.add(step)
+            assert entry["precision/logratio_policy"] == pytest.approx(change, rel=1e-9)
+            assert entry["precision/logratio_gap"] == pytest.approx(gap, rel=1e-9)
+            assert change > 10 * gap > 0
+    assert moved == ({1, 3} if len(moved) == 2 else {1, 2, 3})
 
 
 def test_the_temperature_is_on_both_sides():
@@ -231,15 +293,15 @@ def test_evaluation_has_its_own():
     trainer = watched(SafeGRPOTrainer)(**made, eval_dataset=made["train_dataset"].select(range(6)))
     for _ in range(2):
         found = trainer.evaluate()
-        assert set(ours(found, "eval_")) == ALL | {"precision/is_masked_frac"}
+        assert set(ours(found, "eval_")) == ALL | LIMITED
         assert ours(found, "eval_") == {k: pytest.approx(v, rel=1e-9) for k, v in trainer.expected[-1].items()}
     trainer.train()
-    assert set(ours(logged(trainer)[0])) == ALL | {"precision/is_masked_frac"}
+    assert set(ours(logged(trainer)[0])) == ALL | LIMITED
 
 
 def test_what_was_seen_since_the_last_log_is_in_the_last_one():
     trainer = train(Cell("text", "grpo", "fp32", None), steps=3, logging_steps=10)
-    assert set(ours(trainer.state.log_history[-1])) == ALL | {"precision/is_masked_frac"}
+    assert set(ours(trainer.state.log_history[-1])) == ALL | LIMITED
 
 
 def test_an_evaluation_after_the_last_step_leaves_the_last_log_its_own():
@@ -250,7 +312,7 @@ def test_an_evaluation_after_the_last_step_leaves_the_last_log_its_own():
     trainer.train()
     assert not trainer.model.training
     evaluated, last = trainer.state.log_history
-    assert set(ours(evaluated, "eval_")) == set(ours(last)) == ALL | {"precision/is_masked_frac"}
+    assert set(ours(evaluated, "eval_")) == set(ours(last)) == ALL | LIMITED
 
 
 def test_a_run_begins_with_nothing_of_one_that_was_stopped():
@@ -308,8 +370,8 @@ def test_tokens_losses_and_weights_are_the_same_without(cell, changes):
         ]
         runs.append((watch.sampled, numbers, cells.fingerprint(trainer.model), torch.random.get_rng_state().tolist()))
         assert any(ours(entry) for entry in trainer.state.log_history) is on
-        compared_in_the_loss = cell.task == "grpo" and "num_iterations" not in changes
-        assert any(SAMPLER_KEY in batch for batch in trainer._buffered_inputs) is (on and compared_in_the_loss)
+        kept = on and cell.task == "grpo"
+        assert any(SAMPLER_KEY in batch for batch in trainer._buffered_inputs) is kept
     for with_metrics, without in zip(*runs, strict=True):
         assert with_metrics == without
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mismatch_reference import LIMITS, as_rows, batch, reference
+from mismatch_reference import LIMITS, as_rows, batch, loss_reference, reference
 
-from safe_trainers.rollout.mismatch import LIMIT, SIZE, Limits, combine, metrics, tally
+from safe_trainers.rollout.mismatch import LIMIT, SIZE, Limits, combine, loss_tally, metrics, tally
 
 
 def close(expected):
@@ -162,3 +162,28 @@ def test_half_precision_log_probabilities_are_compared_as_they_are():
     trainer, sampler, mask = batch(4, 8)
     found = metrics(tally(trainer.bfloat16(), sampler.half(), mask))
     assert found == close(reference(as_rows(trainer.bfloat16(), sampler.half(), mask)))
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("unscored", [0.0, 0.3])
+def test_metrics_of_a_loss_against_the_slow_reference(moved, unscored):
+    trainer, sampler, mask = batch(5, 70, scale=0.05, unscored=unscored)
+    now = (trainer.double() + 0.02 * torch.randn(trainer.shape, generator=torch.Generator().manual_seed(1))).float()
+    rows = zip(now.double().tolist(), *zip(*as_rows(trainer, sampler, mask), strict=True), strict=True)
+    expected = loss_reference(rows, moved)
+    assert len(expected) == (2 if moved else 1)
+    assert metrics(loss_tally(now, trainer, sampler, mask, moved)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_metrics_of_losses_and_rollouts_add_up():
+    trainer, sampler, mask = batch(4, 30)
+    rollout, loss = tally(trainer, sampler, mask), loss_tally(trainer + 0.5, trainer, sampler, mask, True)
+    both = metrics(combine(torch.stack([rollout, loss])))
+    assert both == {**metrics(rollout), **metrics(loss)}
+    assert both["precision/logratio_policy"] == pytest.approx(0.5, rel=1e-6)
+    assert both["precision/logratio_gap"] == pytest.approx(both["precision/logp_mismatch_mean"])
+
+
+def test_a_loss_without_a_sampler_has_no_gap():
+    trainer, _, mask = batch(4, 30)
+    assert set(metrics(loss_tally(trainer, trainer, None, mask, True))) == {"precision/logratio_policy"}
