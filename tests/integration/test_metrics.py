@@ -194,7 +194,8 @@ def test_old_log_probabilities_are_compared_where_trl_has_them(cell, changes):
     ids=str,
 )
 def test_a_loss_tells_the_change_of_policy_from_the_mismatch_with_the_sampler(changes):
-    made = cells.arguments(Cell("text", "grpo", "fp32", "bf16"), SafeGRPOConfig, steps=4, **changes)
+    changes = {**changes, "steps": 4, "max_completion_length": 24}
+    made = cells.arguments(Cell("text", "grpo", "fp32", "bf16"), SafeGRPOConfig, **changes)
     now = []
 
     class Scored(SafeGRPOTrainer):
