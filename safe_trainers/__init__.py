@@ -95,11 +95,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    if module in _NEEDS_TRL:
-        from .core.versions import check_versions
+    if module not in _NEEDS_TRL:
+        return getattr(importlib.import_module(f".{module}", __name__), name)
+    from .core.versions import check_versions, check_vllm
 
-        check_versions()
-    return getattr(importlib.import_module(f".{module}", __name__), name)
+    check_versions()
+    try:
+        return getattr(importlib.import_module(f".{module}", __name__), name)
+    except RuntimeError:  # TRL raises it for every error in the imports of a trainer
+        check_vllm()
+        raise
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """The public surface, what importing it costs, and the versions it is for."""
 
+import os
 import subprocess
 import sys
 
@@ -67,3 +68,28 @@ def test_an_unsupported_version_is_refused_when_the_trainers_are_imported():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.startswith("refused: trl 0.12.0 is installed; safe-trainers supports 0.29 <= trl < 2.")
+
+
+def broken_vllm(folder):
+    """A folder for PYTHONPATH with a vLLM whose import fails, as beside another build of torch. vLLM is a stand-in."""
+    package, metadata = folder / "vllm", folder / "vllm-0.31.0.dist-info"
+    package.mkdir()
+    metadata.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0\n")
+    return folder
+
+
+@pytest.mark.parametrize("line", ["from safe_trainers import SafeGRPOTrainer", "from trl import GRPOTrainer"])
+def test_a_vllm_that_cannot_be_imported_is_one_clear_error(line, tmp_path):
+    paths = os.pathsep.join([str(broken_vllm(tmp_path)), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", line], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    if "trl import" in line:
+        assert last == "libcudart.so.12: cannot open shared object file"  # stock does not say what to do
+        return
+    assert last.startswith("safe_trainers.core.errors.UnsupportedVersionError: vllm 0.31.0 is installed but cannot be")
+    assert "ImportError: libcudart.so.12" in last
+    assert "Run: pip uninstall vllm, or install the vLLM release that was built for torch 2." in last

@@ -1,5 +1,6 @@
 """The supported versions of TRL and transformers, checked when the trainers are imported."""
 
+import importlib
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 from packaging.version import Version
@@ -43,3 +44,22 @@ def check_versions(installed: dict[str, str] | None = None) -> None:
     ]
     if wrong:
         raise UnsupportedVersionError("\n".join(wrong))
+
+
+def check_vllm() -> None:
+    """Checks that an installed vLLM can be imported: TRL imports it with its trainers, also if it is not used.
+
+    Raises:
+        UnsupportedVersionError: If vLLM is installed and its import fails, as beside another build of torch.
+    """
+    installed = installed_version("vllm")
+    if installed is None:
+        return
+    try:
+        importlib.import_module("vllm")
+    except Exception as error:  # an import can fail in any way
+        raise UnsupportedVersionError(
+            f"vllm {installed} is installed but cannot be imported: {type(error).__name__}: {error}. TRL imports it "
+            "with its trainers, also if it is not used. Run: pip uninstall vllm, or install the vLLM release that was "
+            f"built for torch {installed_version('torch')}"
+        ) from error
