@@ -129,9 +129,9 @@ class RolloutAlignment(Feature):
             self._wrap_sync(generation)
             vllm_images.forbid_markers(generation)
             llm = getattr(generation, "llm", None)
-            if self._has_float32_head() and not (llm is not None and vllm.head_is_float32(llm)):
-                self.run.warn_once(warn("sampler-without-float32-head", "a float32 head with use_vllm=True",
-                                        dtype=self.sampler_dtype))  # fmt: skip
+            if self._has_float32_head() and not vllm.has_float32_head(generation):
+                given = "a float32 head with use_vllm=True"
+                self.run.warn_once(warn("sampler-without-float32-head", given, dtype=self.sampler_dtype))
             _check_prompts_of(generation, None if llm is None else vllm_images.keep_image_tokens(llm))
         reference = getattr(self.run.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):

@@ -110,16 +110,23 @@ def cascade_attention_is_wrong(device: Device, version: str | None) -> bool:
     return old and device.capability is not None and device.capability[0] != 9  # 9 is Hopper
 
 
-def head_is_float32(llm: Any) -> bool:
-    """Whether the output head of an engine in this process computes in float32.
+def has_float32_head(generation: Any) -> bool:
+    """Whether the output head of vLLM computes in float32; `False` if that is unknown.
 
     Args:
-        llm: A `vllm.LLM`.
+        generation: TRL's `VLLMGeneration`.
     """
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    llm = getattr(generation, "llm", None)
+    if llm is None:
+        overrides = _server_info(generation.vllm_client).get("model_config", {}).get("hf_overrides")
+        return isinstance(overrides, Mapping) and overrides.get("head_dtype") == FLOAT32
+    kinds = [getattr(layer, "head_dtype", None) for layer in _model(llm).modules() if hasattr(layer, "head_dtype")]
+    return bool(kinds) and all(kind == torch.float32 for kind in kinds)
 
-    layers = [layer for layer in _model(llm).modules() if isinstance(layer, LogitsProcessor)]
-    return bool(layers) and all(getattr(layer, "head_dtype", None) == torch.float32 for layer in layers)
+
+def _server_info(client: Any) -> dict[str, Any]:
+    info = client.get_server_info() if hasattr(client, "get_server_info") else None
+    return info or {}
 
 
 def _model(llm: Any) -> Any:
@@ -139,7 +146,7 @@ def check_server(client: Any, dtype: str) -> Problem | None:
     Raises:
         PrecisionError: If the server computes in another dtype, or has quantised weights or a quantised KV cache.
     """
-    info = client.get_server_info() if hasattr(client, "get_server_info") else {}
+    info = _server_info(client)
     model, cache = info.get("model_config") or {}, info.get("cache_config") or {}
     served = parse_dtype(str(model["dtype"]), field="the server's dtype") if model.get("dtype") else None
     problems = []

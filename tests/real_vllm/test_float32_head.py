@@ -8,7 +8,7 @@ from cells import Cell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from safe_trainers import PrecisionWarning, SafeGRPOConfig
-from safe_trainers.rollout.vllm import head_is_float32
+from safe_trainers.rollout.vllm import has_float32_head
 
 
 MISMATCH = "precision/logp_mismatch_mean"
@@ -44,7 +44,7 @@ def test_both_heads_compute_in_float32(build, sharp, changes):
         warnings.simplefilter("always")
         trainer = build(CELL, config=SafeGRPOConfig, model=sharp, max_completion_length=64, steps=1, **changes)
     assert not [w for w in caught if "sampler-without" in str(w.message)]
-    assert head_is_float32(trainer.vllm_generation.llm)
+    assert has_float32_head(trainer.vllm_generation)
     assert mismatch(trainer) < 1e-5
 
 
@@ -57,12 +57,12 @@ def test_a_float32_head_on_one_side_is_reported(build, sharp, monkeypatch):
 
 def test_without_a_float32_head_vllms_computes_in_the_dtype_of_the_run(build, sharp):
     trainer = build(CELL, config=SafeGRPOConfig, model=sharp, max_completion_length=64, steps=1)
-    assert not head_is_float32(trainer.vllm_generation.llm)
+    assert not has_float32_head(trainer.vllm_generation)
     assert mismatch(trainer) < 1e-5
 
 
 def test_stock_leaves_vllms_head_in_half_precision(build, sharp):
     trainer = build(CELL, safe=False, model=sharp, max_completion_length=64, steps=1, cast_lm_head_to_fp32=True)
-    assert not head_is_float32(trainer.vllm_generation.llm)
+    assert not has_float32_head(trainer.vllm_generation)
     trainer.train()
     assert trainer.state.log_history[0]["sampling/sampling_logp_difference/mean"] > 1e-3
