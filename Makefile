@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth evidence docs compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth bench-sampler evidence docs compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ bench-tiny: setup ## run the embedded recipes and their controls: docs/tiny_task
 bench-growth: setup ## measure time and memory up to 1e5 tensors and 1e3 images: docs/growth.md (7 minutes)
 	@$(BIN)/python benchmarks/growth.py
 	@$(BIN)/python tools/build_docs.py
+
+bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by family, kind and precision (40 minutes)
+	@$(VLLM)/bin/python benchmarks/sampler.py
 
 bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth evidence ## run all benchmarks and write their pages
 
