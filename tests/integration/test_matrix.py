@@ -44,8 +44,8 @@ def cell(matrix, name):
         ("text-sft-fp16-fp16-4bit-beta0", "crashed", "not implemented for 'BFloat16'", "trained"),
         ("text-sft-bf16-fp16-full-beta0", "crashed", "", "trained"),
         ("llava-sft-fp16-bf16-full-beta0", "crashed", "mixed dtype", "refused"),
-        # Its features are joined before they are cast: autocast would refuse them in the other half format, and does so
-        # in stock with older releases.
+        # Its features are joined before they are cast: autocast would refuse them in the other half format, as it does
+        # with stock in older releases.
         ("qwen2_5_vl-sft-fp16-bf16-full-beta0", "trained" if JOINS_ONE_DTYPE else "crashed", "", "trained"),
         ("lfm2_vl-sft-bf16-bf16-4bit-beta0", "crashed", "only Tensors of floating point", "refused"),
     ],
