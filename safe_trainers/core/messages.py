@@ -137,6 +137,13 @@ WARNINGS = index(
         "{fix}",
     ),
     Finding(
+        "sequence-weights-vanish",
+        "the importance weight of a sequence is the product over its tokens. The rollouts so far, with {tokens} "
+        "tokens each, predict for that length a log-weight with the mean {mean} and the standard deviation {std}: an "
+        "effective sample size of {ess}, with {outside} of the sequences outside of TRL's limits.",
+        "`{fix}`, which weighs each token, or a dtype with a smaller mismatch, `precision='fp16'`",
+    ),
+    Finding(
         "fsdp-merges-in-place",
         "TRL merges the adapters into the sharded base for each sync and subtracts them again, which does not restore "
         "the old weights exactly: in half precision the base drifts. The share that a sync loses is not measured.",

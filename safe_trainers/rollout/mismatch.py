@@ -157,6 +157,33 @@ def loss_tally(
     return total
 
 
+@dataclass(frozen=True)
+class Moments:
+    """The distribution of S in measured sequences.
+
+    Attributes:
+        sequences: Number of sequences.
+        tokens: Mean number of scored tokens of a sequence.
+        mean: The mean of S in nats.
+        std: The standard deviation of S in nats.
+    """
+
+    sequences: int
+    tokens: float
+    mean: float
+    std: float
+
+
+def sequence_moments(total: torch.Tensor) -> Moments:
+    """Returns the distribution of S that a tally, (SIZE,), contains; zeros without a sequence."""
+    seen = dict(zip(_FIELDS, total.tolist(), strict=True))
+    n = seen["sequences"]
+    if not n:
+        return Moments(0, 0.0, 0.0, 0.0)
+    mean = seen["ratio"] / n
+    return Moments(int(n), seen["scored"] / n, mean, math.sqrt(max(seen["ratio_square"] / n - mean * mean, 0.0)))
+
+
 def combine(tallies: torch.Tensor) -> torch.Tensor:
     """Combines tallies of several batches or ranks, (N, SIZE) float64, into one, (SIZE,)."""
     total = tallies.sum(0)
@@ -184,7 +211,6 @@ def metrics(total: torch.Tensor, dtype: str = "float32", limits: Limits | None =
     found["unscored_frac"] = 1 - seen["scored"] / seen["tokens"]
     if seen["scored"]:
         tokens, n = seen["scored"], seen["sequences"]
-        mean = seen["ratio"] / n
         found |= {
             "logp_mismatch_mean": seen["abs"] / tokens,
             "logp_mismatch_max": seen["max"],
@@ -192,7 +218,7 @@ def metrics(total: torch.Tensor, dtype: str = "float32", limits: Limits | None =
             "logp_mismatch_k3": seen["k3"] / tokens,
             "logp_mismatch_ulp": seen["relative"] / tokens / EPS[dtype],
             "seq_logratio_abs_mean": seen["ratio_abs"] / n,
-            "seq_logratio_std": math.sqrt(max(seen["ratio_square"] / n - mean * mean, 0.0)),
+            "seq_logratio_std": sequence_moments(total).std,
             "seq_ess": seen["weight"] ** 2 / (n * seen["weight_square"]),
         }
     if limits is not None:

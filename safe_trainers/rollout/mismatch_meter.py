@@ -28,9 +28,11 @@ from ..core.errors import PrecisionError, refuse
 from ..core.feature import Feature, Run
 from ..core.trl import BUFFER_METHOD, trl_bases
 from ..model.parts import unwrap
+from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
 from .logprob_recorder import RECORDED_MODES, SAMPLER_KEY, Turn, align
-from .mismatch import EPS, PREFIX, SIZE, Limits, combine, loss_tally, metrics, tally
+from .mismatch import EPS, PREFIX, SIZE, Limits, combine, loss_tally, metrics, sequence_moments, tally
+from .sequence_weights import vanishing
 from .truncation import TruncationCorrection
 
 
@@ -259,14 +261,18 @@ class MismatchMeter(Feature):
         """The metrics since the last log."""
         total = self.gathered.pop(mode, None)
         found = {} if total is None else metrics(total, self._coarsest_dtype(), self._limits)
-        self._warn_of(found)
+        if total is not None:
+            self._warn_of(found, total)
         return {f"eval_{name}": value for name, value in found.items()} if mode == "eval" else found
 
-    def _warn_of(self, found: Mapping[str, float]) -> None:
+    def _warn_of(self, found: Mapping[str, float], total: torch.Tensor) -> None:
         ulp, mean = found.get(f"{PREFIX}logp_mismatch_ulp", 0.0), found.get(f"{PREFIX}logp_mismatch_mean", 0.0)
         problem = not_rounding(self.run, ulp, mean, self._synced)
-        if problem is not None:
-            self.run.warn_once(problem)
+        args = self.run.args
+        corrects = getattr(args, "use_vllm", False) and getattr(args, CORRECTION, False)
+        weights = vanishing(args, self._limits, sequence_moments(total)) if corrects else None
+        for warning in filter(None, (problem, weights)):
+            self.run.warn_once(warning)
 
     def _coarsest_dtype(self) -> str:
         dtypes = self.run.policy.compute.value & EPS.keys()

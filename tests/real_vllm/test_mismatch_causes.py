@@ -51,3 +51,16 @@ def test_settings_without_a_correction_are_named(build):
     (message,) = warned(build(TEXT["fp32"], **changes))
     assert "Likely cause: vLLM's log-probabilities depend on `vllm_structured_outputs_regex`" in message
     assert "fix: drop `vllm_structured_outputs_regex`" in message
+
+
+@pytest.mark.parametrize(("mode", "reported"), [("sequence_mask", True), ("token_mask", False)])
+def test_sequence_weights_that_vanish_at_the_longest_length_are_reported(build, mode, reported):
+    """32 tokens are sampled in bfloat16 and scored in float32, and 100,000 tokens are allowed."""
+    changes = {"max_completion_length": 100_000, "generation_kwargs": {"max_tokens": 32}, "rollout_compute": "stock"}
+    trainer = build(TEXT["fp32"], config=SafeGRPOConfig, vllm_importance_sampling_mode=mode, **changes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    found = [str(w.message) for w in caught if "sequence-weights-vanish" in str(w.message)]
+    assert len(found) == reported
+    assert all("`vllm_importance_sampling_mode='token_mask'`" in message for message in found)
