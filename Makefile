@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth bench-sampler evidence docs compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth bench-sampler evidence docs compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,7 +52,7 @@ matrix: setup ## run the tests of the full precision matrix
 	@$(BIN)/python -m pytest -m matrix
 
 slow: setup ## run the tests that take minutes
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m 'slow and not vllm'
 
 distributed: setup ## run the tests with two processes under every engine (2 minutes); DeepSpeed gets its own environment
 	@test -e $(DEEPSPEED)/.installed || { \
@@ -69,7 +69,10 @@ distributed: setup ## run the tests with two processes under every engine (2 min
 		$$python -m pytest -m 'distributed or slow' tests/distributed
 
 vllm: $(VLLM)/.installed ## train with vLLM's CPU build in its own environment (3 minutes, 4 GB)
-	@$(VLLM)/bin/python -m pytest -m vllm tests/real_vllm
+	@$(VLLM)/bin/python -m pytest -m 'vllm and not slow' tests/real_vllm
+
+vllm-slow: $(VLLM)/.installed ## run the tests with vLLM that are not in `make vllm` (2 minutes)
+	@$(VLLM)/bin/python -m pytest -m 'vllm and slow' tests/real_vllm
 
 $(VLLM)/.installed: tests/real_vllm/install.sh tests/real_vllm/requirements.txt
 	@echo 'vllm: installing vLLM into $(VLLM)'
