@@ -546,9 +546,11 @@ def test_two_processes_decide_and_log_as_one(tmp_path):
     assert len(history) == len(single) == 8
     # Two processes add the gradients of a batch in another order than one, so that single elements of the some 2,900
     # may underflow on one side only.
-    elements = {key: 2 / 2900 for key in history[0] if key.endswith("_frac")}
+    some = 2 / 2900
     for together, one in zip(history, single, strict=True):
-        assert together == {key: pytest.approx(one[key], rel=1e-2, abs=elements.get(key, 1e-12)) for key in together}
+        assert together == {
+            key: pytest.approx(one[key], rel=1e-2, abs=some if key.endswith("_frac") else 1e-12) for key in together
+        }
         assert together["precision/skipped_steps"] == min(2, together["step"])
     assert results[0]["whole"] == results[0]["shards"] == results[1]["shards"]
     assert 0 < results[0]["shards"]["update_lost_frac"] < 1
