@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..core.patches import replace, restore
 from ..model.inventory import first_dtype
@@ -72,17 +73,19 @@ def guard_features(parts: ModelParts) -> tuple[str, ...]:
     return tuple(wrapped)
 
 
-def widen_embeddings(embeddings: nn.Module) -> None:
+def widen_embeddings(embeddings: nn.Module) -> RemovableHandle:
     """Casts the output of the input embeddings to float32 under autocast, as if their weights were float32.
 
     Embeddings in one half format round the residual stream to it until the first layer adds to it, and so round away
     bits that the other format of autocast has.
 
     Args:
-        embeddings: The module of the input embeddings. A second call has no effect.
+        embeddings: The module of the input embeddings.
+
+    Returns:
+        The handle that removes the cast.
     """
-    if _widen not in embeddings._forward_hooks.values():
-        embeddings.register_forward_hook(_widen)
+    return embeddings.register_forward_hook(_widen)
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:

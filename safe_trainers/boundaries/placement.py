@@ -1,6 +1,6 @@
 """Decides from the policy and the inventory where a model needs casts, and installs them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,37 @@ def plan_boundaries(
     return BoundaryPlan(tuple(boundary for boundary in found if features or boundary.module != FEATURES))
 
 
+def rounds_in_embeddings(policy: PrecisionPolicy, inventory: ModelInventory, late_cast: bool = False) -> bool:
+    """Whether the input embeddings have the other half format than autocast, and so round away bits that it has.
+
+    Args:
+        policy: The policy of the run.
+        inventory: The dtypes of the model.
+        late_cast: Whether an engine (DeepSpeed) will cast the weights to the compute dtype later.
+    """
+    return not late_cast and {policy.autocast.value, inventory.embeddings} == HALVES
+
+
+def widen(plan: BoundaryPlan, model: nn.Module, works: Callable[[], bool]) -> BoundaryPlan:
+    """Casts the output of a model's input embeddings to float32, unless the model does not work with it.
+
+    Args:
+        plan: The plan of the model.
+        model: The model.
+        works: Whether a forward pass of the model succeeds.
+
+    Returns:
+        The plan, with the cast if it was placed.
+    """
+    base: Any = unwrap(model)
+    handle = widen_embeddings(base.get_input_embeddings())
+    if not works():
+        handle.remove()
+        return plan
+    reason = "their half format would round away bits that the other one, of autocast, has"
+    return BoundaryPlan((*plan.boundaries, Boundary(OUTPUT, EMBEDDINGS, reason)))
+
+
 def place(plan: BoundaryPlan, model: nn.Module) -> None:
     """Installs the casts of a plan. A second call has no effect.
 
@@ -82,9 +113,6 @@ def place(plan: BoundaryPlan, model: nn.Module) -> None:
     for boundary in plan.boundaries:
         if boundary.module == FEATURES:
             guard_features(parts)
-        elif boundary.module == EMBEDDINGS:
-            base: Any = unwrap(model)
-            widen_embeddings(base.get_input_embeddings())
         else:
             guard_leaves([model] if boundary.module == "model" else [parts.towers[boundary.module]])
 
@@ -101,15 +129,11 @@ def _boundaries(policy: PrecisionPolicy, inventory: ModelInventory, late_cast: b
             elif late_cast and autocast is not None:
                 reason = f"the engine casts the weights to {autocast}, and inputs are float32"
                 yield Boundary(INPUT, tower.name, reason)
-    wide = not late_cast and {autocast, inventory.embeddings} == HALVES
-    if wide:
-        yield Boundary(OUTPUT, EMBEDDINGS, f"{inventory.embeddings} weights would round what {autocast} can hold")
     if inventory.features and inventory.embeddings is not None:
         if autocast is None:
             outputs = {dtype for tower in inventory.towers for dtype in tower.dtypes}
         else:  # autocast returns its own dtype, or float32 if the last operation is a norm
             outputs = {autocast, FLOAT32}
-        merged = FLOAT32 if wide else inventory.embeddings
-        if outputs - {merged}:
-            reason = f"towers return {join_dtypes(outputs)}, and the embeddings are {merged}"
+        if outputs - {inventory.embeddings}:
+            reason = f"towers return {join_dtypes(outputs)}, and the embeddings are {inventory.embeddings}"
             yield Boundary(OUTPUT, FEATURES, reason)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer
 
 from ..boundaries.cast_hooks import release_features
-from ..boundaries.placement import place, plan_boundaries
+from ..boundaries.placement import EMBEDDINGS, place, plan_boundaries, rounds_in_embeddings, widen
 from ..core.device import Device, detect_device
 from ..core.dtypes import HALVES
 from ..core.errors import PrecisionError, raise_if, refuse
@@ -207,6 +207,9 @@ def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
     inventory = take_inventory(model)
     place(plan_boundaries(run.policy, inventory, run.casts_late, features=not run.joins_features), model)
     make_computable(run, model, inventory)
+    widened = any(boundary.module == EMBEDDINGS for boundary in run.boundaries.boundaries)
+    if widened and rounds_in_embeddings(run.policy, take_inventory(model), run.casts_late):
+        widen(run.boundaries, model, lambda: True)  # the policy model, of the same class, works with it
 
 
 def check_fused_head(run: Run, guard: AdapterGuard, model: nn.Module) -> None:
@@ -235,6 +238,9 @@ def unify_mixed_weights(run: Run, model: nn.Module, processing_class: Any, datas
     if plan is not None:
         run.weights = run.weights.with_layout(plan)
         place_boundaries(run, model, take_inventory(model))
+    if rounds_in_embeddings(run.policy, run.inventory, run.casts_late):
+        autocast = run.policy.autocast.value
+        run.boundaries = widen(run.boundaries, model, lambda: trial_error(model, media, autocast) is None)
 
 
 def _has_mixed_dtypes(run: Run, model: nn.Module, inventory: ModelInventory) -> bool:

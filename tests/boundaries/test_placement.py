@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 from devices import A100
 
-from safe_trainers.boundaries.placement import plan_boundaries
+from safe_trainers import tiny
+from safe_trainers.boundaries.placement import BoundaryPlan, plan_boundaries, rounds_in_embeddings, widen
 from safe_trainers.model.inventory import ModelInventory, Tower
 from safe_trainers.policy.resolve import ModelFacts, Requested, resolve
 
@@ -35,16 +37,36 @@ TABLE = [
     (BF16, "bfloat16", "bfloat16", False, {("input", "vision_tower"), ("output", "features")}),
     (BF16, "float32", "float32", True, {("input", "vision_tower"), ("output", "features")}),
     (NONE, "float32", "float32", True, set()),
-    (BF16, "float16", "float32", False, {("output", "embeddings"), ("output", "features")}),
-    (FP16, "bfloat16", "float32", False, {("output", "embeddings"), ("output", "features")}),
-    (FP16, "bfloat16", "float32", True, {("input", "vision_tower"), ("output", "features")}),
-    (FP16, "float16", "float32", False, {("output", "features")}),
 ]
 
 
 @pytest.mark.parametrize(("flags", "embeddings", "tower", "late_cast", "expected"), TABLE)
 def test_boundaries(flags, embeddings, tower, late_cast, expected):
     assert placed(flags, census(embeddings, tower), late_cast) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "embeddings", "late_cast", "rounds"),
+    [
+        (BF16, "float16", False, True),
+        (FP16, "bfloat16", False, True),
+        (FP16, "bfloat16", True, False),  # the engine casts the embeddings too
+        (FP16, "float16", False, False),
+        (FP16, "float32", False, False),
+        (NONE, "bfloat16", False, False),
+    ],
+)
+def test_embeddings_round_in_the_other_half_format_than_autocast(flags, embeddings, late_cast, rounds):
+    counted = census(embeddings, "float32")
+    assert rounds_in_embeddings(resolve(flags, A100, ModelFacts(counted.weights)), counted, late_cast) == rounds
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_embeddings_are_widened_only_if_the_model_works_with_it(works):
+    model = tiny.build_model("text", dtype=torch.bfloat16)
+    plan = widen(BoundaryPlan(()), model, lambda: works)
+    assert {(b.side, b.module) for b in plan.boundaries} == ({("output", "embeddings")} if works else set())
+    assert len(model.get_input_embeddings()._forward_hooks) == works
 
 
 def test_a_text_model_gets_none_and_a_mixed_one_everywhere():

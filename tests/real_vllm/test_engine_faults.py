@@ -5,7 +5,6 @@ import math
 import pytest
 from cells import Cell
 from transformers import AutoTokenizer
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from safe_trainers import PrecisionError, SafeGRPOConfig
 
@@ -20,6 +19,8 @@ def losses(trainer):
 
 @pytest.mark.timeout(120)
 def test_an_engine_that_dies_ends_the_run_and_the_last_checkpoint_resumes(build, tmp_path, monkeypatch):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     trainer = build(TEXT, output_dir=str(tmp_path), **EVERY_STEP)
     engine = trainer.vllm_generation.llm.llm_engine
     step = engine.step

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import vllm.model_executor.layers.utils as layer_utils
 from cells import Cell
 
 from safe_trainers import SafeGRPOConfig
@@ -14,6 +13,8 @@ SYNCS = 200
 @pytest.fixture
 def plain_linear(monkeypatch):
     """Keeps linear weights as they are: the CPU's kernels pack them in another order of elements."""
+
+    import vllm.model_executor.layers.utils as layer_utils
 
     def dispatch(layer, remove_weight):
         layer.cpu_linear = torch.nn.functional.linear
