@@ -207,11 +207,14 @@ def run_failed(python: Path, before: dict[str, Any], report: Path) -> dict[str, 
         report: Where pytest's own results go.
 
     Returns:
-        The sum, with how many tests were run `again`.
+        The sum, with how many tests were run `again`. The process ends if not all of them were found.
     """
     if not before["failures"]:
         return before
     found = run_suite(python, [*before["failures"], "-m", MARKERS], report)
+    count = found["passed"] + found["failed"] + found["skipped"]
+    if count != before["failed"]:
+        raise SystemExit(f"{count} of {before['failed']} failed tests were found; run the pair without --failed")
     return {
         "passed": before["passed"] + found["passed"],
         "failed": found["failed"],
