@@ -3,10 +3,19 @@
 What differs is in the tables below.
 """
 
+import math
 from pathlib import Path
 
+import datasets
 import public_schemas
 import yaml
+from rich.console import Console
+
+import safe_trainers
+from safe_trainers.cli.run_recipe import run_recipe
+from safe_trainers.recipes.keys import TASKS
+from safe_trainers.recipes.load import read_recipe
+from safe_trainers.testing import fp16_on_cpu
 
 
 ROOT = Path(__file__).parent.parent / "recipes"
@@ -64,3 +73,19 @@ def twin(path, folder):
         values["reward_weights"] = [*values["reward_weights"], 1.0]
     values |= {"loss_scale_init": LOSS_SCALE} if values.get("fp16") else {}
     return {key: value for key, value in values.items() if key not in DROPPED} | ADDED
+
+
+def train(values, task, folder, monkeypatch):
+    """Trains the two steps of a twin in a folder, and returns the trainer and the logs of the steps."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    Path("twin.yaml").write_text(yaml.safe_dump(values))
+    recipe = read_recipe(task, ["--config", "twin.yaml"])
+    trainer_class = fp16_on_cpu(getattr(safe_trainers, TASKS[task].trainer))
+    trainer = run_recipe(recipe, Console(quiet=True), trainer_class).trainer
+
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    assert all(math.isfinite(entry["loss"]) for entry in steps)
+    assert all(entry["grad_norm"] > 0 for entry in steps)
+    return trainer, steps

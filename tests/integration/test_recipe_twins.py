@@ -3,24 +3,14 @@
 fp16 is real (autocast and a scaler that refuses what CUDA's does).
 """
 
-import math
-from pathlib import Path
-
-import datasets
 import public_schemas
 import pytest
 import yaml
-from recipe_twins import DROPPED, RECIPES, SIZES, twin
-from rich.console import Console
+from recipe_twins import DROPPED, RECIPES, SIZES, train, twin
 from upstream import why_not_built
 
-import safe_trainers
 from safe_trainers import tiny
-from safe_trainers.cli.run_recipe import run_recipe
 from safe_trainers.model.parts import is_quantized
-from safe_trainers.recipes.keys import TASKS
-from safe_trainers.recipes.load import read_recipe
-from safe_trainers.testing import fp16_on_cpu
 
 
 DEFAULT = {"grpo/qwen2_5_vl_3b_lora_bf16.yaml", "grpo/qwen3_vl_4b_qlora_fp16.yaml", "reward/qwen2_0_5b_lora_bf16.yaml"}
@@ -42,17 +32,7 @@ def test_the_twin_of_a_recipe_trains_two_steps(name, folder, tmp_path, monkeypat
     family = values["model_name_or_path"].removeprefix("tiny:")
     if family in tiny.VISION_FAMILIES and why_not_built(family):
         pytest.skip(why_not_built(family))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    Path("twin.yaml").write_text(yaml.safe_dump(values))
-    recipe = read_recipe(task, ["--config", "twin.yaml"])
-    trainer_class = fp16_on_cpu(getattr(safe_trainers, TASKS[task].trainer))
-    trainer = run_recipe(recipe, Console(quiet=True), trainer_class).trainer
-
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in steps] == [1, 2]
-    assert all(math.isfinite(entry["loss"]) for entry in steps)
-    assert all(entry["grad_norm"] > 0 for entry in steps)
+    trainer, steps = train(values, task, tmp_path, monkeypatch)
     compute = "float16" if values.get("fp16") else "bfloat16"
     assert trainer.precision.policy.compute.text == compute
     assert trainer.accelerator.scaler is not None if values.get("fp16") else trainer.accelerator.scaler is None

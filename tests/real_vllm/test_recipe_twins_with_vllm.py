@@ -1,20 +1,10 @@
 """Every recipe with images and rollouts trains with the real vLLM, as a twin with `use_vllm: true`."""
 
-import math
-from pathlib import Path
-
-import datasets
 import pytest
 import yaml
-from recipe_twins import RECIPES, twin
-from rich.console import Console
+from recipe_twins import RECIPES, train, twin
 
-import safe_trainers
-from safe_trainers.cli.run_recipe import run_recipe
-from safe_trainers.recipes.keys import TASKS
-from safe_trainers.recipes.load import read_recipe
 from safe_trainers.rollout.alignment import adapter_dropout
-from safe_trainers.testing import fp16_on_cpu
 
 
 WITH_IMAGES = [
@@ -43,17 +33,7 @@ def test_all_recipes_with_images_are_here():
 def test_the_twin_of_a_recipe_trains_with_vllm(name, folders, tmp_path, monkeypatch):
     values, task = twin(RECIPES[name], tmp_path), name.split("/")[0]
     values["model_name_or_path"] = str(folders[values["model_name_or_path"].removeprefix("tiny:")])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    Path("twin.yaml").write_text(yaml.safe_dump(values | VLLM))
-    recipe = read_recipe(task, ["--config", "twin.yaml"])
-    trainer_class = fp16_on_cpu(getattr(safe_trainers, TASKS[task].trainer))
-    trainer = run_recipe(recipe, Console(quiet=True), trainer_class).trainer
-
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in steps] == [1, 2]
-    assert all(math.isfinite(entry["loss"]) for entry in steps)
-    assert all(entry["grad_norm"] > 0 for entry in steps)
+    trainer, steps = train(values | VLLM, task, tmp_path, monkeypatch)
     dtype = "float16" if values.get("fp16") else "bfloat16"
     assert str(trainer.vllm_generation.llm.llm_engine.model_config.dtype) == f"torch.{dtype}"
     if task == "grpo" and not adapter_dropout(trainer.model):  # RLOO does not keep vLLM's log-probabilities
