@@ -114,6 +114,11 @@ WARNINGS = index(
         "generate with the model's own `generate`, `use_vllm=False`",
     ),
     Finding(
+        "adapters-are-merged",
+        "vLLM gets all weights with the adapters merged: {reason}.",
+        "drop `adapter_sync='native'`, which changes nothing here",
+    ),
+    Finding(
         "sampler-without-float32-head",
         "the trainer's output head computes in float32, and vLLM's computes in {dtype}, or cannot be asked.",
         "vllm>=0.31 in the trainer's process, or a server that was started with "

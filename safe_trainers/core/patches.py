@@ -58,6 +58,9 @@ PATCHES: Mapping[str, Patch] = {
         "the trainer's VLLMGeneration", ("generate",), LIFETIME,
         "TRL discards the prompt ids that vLLM returns",
     ),
+    "native-adapter": Patch(
+        "the engine", ("generate",), LIFETIME, "TRL passes no adapter to the engine",
+    ),
     "image-places": Patch(
         "the engine's multimodal processor", ("_maybe_apply_prompt_updates",), LIFETIME,
         "vLLM replaces image tokens of prompts in which they are already complete, and no switch turns that off",

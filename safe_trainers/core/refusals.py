@@ -332,6 +332,11 @@ REFUSALS = index(
         "install vLLM 0.22 or newer, start a server with `VLLM_SERVER_DEV_MODE=1`, or freeze the tower",
     ),
     Finding(
+        "vllm-ignores-the-adapter",
+        "vLLM has no layer of this name that applies an adapter, so it would sample without {count} of the adapters.",
+        "`adapter_sync='merged'`",
+    ),
+    Finding(
         "vllm-finds-no-place",
         "vLLM found the image tokens of {found} of {count} in it{where}.",
         "`use_vllm=False`: the model's own `generate` uses the trainer's token ids and features",

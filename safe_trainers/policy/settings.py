@@ -13,6 +13,7 @@ from ..core.errors import PrecisionError, Problem, nearest, refuse
 
 
 ROLLOUT_COMPUTE = ("training", "stock")
+ADAPTER_SYNC = MERGED, NATIVE = ("merged", "native")
 ADAPTER_DTYPES = (AUTO, FLOAT32, BFLOAT16)
 LOG, FILE, OFF = REPORT_MODES = ("log", "file", "off")
 
@@ -102,6 +103,7 @@ ACCEPTED: Mapping[str, Accepts] = {
     "max_consecutive_skips": Accepts(Range(1, integer=True), _STEPS),
     "overflow_probe_steps": Accepts(Range(1, integer=True), _STEPS, recommended=100, unset=True),
     "sync_lost_limit": Accepts(Range(0, 1), "share-out-of-range"),
+    "adapter_sync": Accepts(ADAPTER_SYNC, "unknown-choice"),
     "precision_report": Accepts(REPORT_MODES, "unknown-choice"),
 }
 """The accepted values of each setting. `resolve` checks dtypes, and settings that depend on the device."""
@@ -135,6 +137,8 @@ class PrecisionSettings:
             overflow float16. By default only the first rollout and the first batch of a run are checked.
         sync_lost_limit: Share, from 0 to 1, above which a weight sync to vLLM is reported to lose the adapter. The
             share counts the elements that the adapters change and that equal the base's in the sampler's dtype.
+        adapter_sync: How a colocated vLLM gets LoRA adapters: `"merged"` sends every weight, with the adapters merged;
+            `"native"` sends the base once and then only the factors. Adapters that vLLM does not apply are merged.
         precision_metrics: Whether `precision/...` metrics are logged with TRL's metrics.
         precision_report: `"log"` prints the precision report once, to standard error, after the first optimizer step;
             `"file"` writes it as `precision_report.json` into `output_dir`; `"off"` makes none unless
@@ -178,6 +182,10 @@ class PrecisionSettings:
     )
     sync_lost_limit: float = field(
         default=0.5, metadata={"help": "Share of the adapters' changes that a weight sync may lose without a warning."}
+    )
+    adapter_sync: str = field(
+        default=MERGED,
+        metadata={"help": "How vLLM gets LoRA adapters: `merged` (into all weights) or `native` (only the factors)."},
     )
     precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
     precision_report: str = field(

@@ -20,9 +20,10 @@ from ..core.trl import VLLM_MODULE, uses_continuous_batching
 from ..core.versions import installed_version
 from ..model.parts import find_parts, is_quantized, unwrap
 from ..policy.distributed import fsdp_version, shards_weights
+from ..policy.settings import NATIVE
 from ..weights.fp32_modules import covers_head
 from ..weights.merged import unmergeable
-from . import vllm, vllm_images
+from . import native_adapters, vllm, vllm_images
 from .weight_sync import METRIC, PATIENCE, AdapterSync, ties_weights
 
 
@@ -45,6 +46,7 @@ class RolloutAlignment(Feature):
         self.sync: AdapterSync | None = None
         self.warnings: tuple[Problem, ...] = ()
         self.synced_step: int | None = None
+        self._is_native = False  # whether adapters are sent to vLLM as factors
         self._lossy_syncs = 0  # consecutive syncs that lost more than `sync_lost_limit`
 
     @property
@@ -66,6 +68,7 @@ class RolloutAlignment(Feature):
         args = self.run.args
         if getattr(args, "use_vllm", False):
             yield from vllm.refusals(model, self._engine_dtype, _is_colocated(args), fsdp_version(args) is not None)
+            yield from self._choose_sync(model)
             problem = unmergeable(model) if hasattr(model, "peft_config") and not shards_weights(args) else None
             if problem is not None:
                 fix = "`use_vllm=False`: the model's own `generate` applies the adapter without merging it"
@@ -77,6 +80,18 @@ class RolloutAlignment(Feature):
             if cast is not None:
                 given = f"{cast[0]}, packed and stored as {from_torch(cast[1])}, with continuous batching"
                 yield refuse("continuous-batching-casts-packed-weights", given)
+
+    def _choose_sync(self, model: nn.Module) -> Iterator[Problem]:
+        """Decides whether vLLM gets factors; warns if they were asked for and merged weights are sent."""
+        if self.run.settings.adapter_sync != NATIVE or not hasattr(model, "peft_config"):
+            return
+        args = self.run.args
+        reason = native_adapters.reason_against(model, _is_colocated(args), shards_weights(args))
+        if reason is None and getattr(args, "vllm_enable_sleep_mode", False):
+            reason = "`vllm_enable_sleep_mode=True` discards the weights of the base after each rollout"
+        self._is_native = reason is None
+        if reason is not None:
+            yield warn("adapters-are-merged", "adapter_sync='native'", reason=reason)
 
     def _warnings(self, model: nn.Module) -> Iterator[Problem]:
         args = self.run.args
@@ -105,6 +120,8 @@ class RolloutAlignment(Feature):
         dtype, version = self._engine_dtype, installed_version("vllm")
         complete = vllm.engine_kwargs(arguments, dtype, self._device(), version, self._has_float32_head())
         complete = vllm_images.engine_kwargs(complete, getattr(self.run.trainer, "model", None))
+        if self._is_native:
+            complete = native_adapters.engine_kwargs(complete, self.run.model)
         if module != VLLM_MODULE and "quantization" in arguments:
             complete["quantization"] = arguments["quantization"]  # our weight sync does not serve this engine
         changed = {key: value for key, value in complete.items() if key not in arguments or arguments[key] != value}
@@ -145,8 +162,8 @@ class RolloutAlignment(Feature):
         trains_features = vllm_images.trains_features(generation.model)
 
         def sync_weights(*args: Any, **kwargs: Any) -> Any:
-            merged = self.sync.merged() if self.sync is not None else contextlib.nullcontext()
-            with vllm.weights_reloaded(generation), merged:
+            sync = self.sync
+            with vllm.weights_reloaded(generation) if sync is None else sync.sending(generation):
                 result = original(*args, **kwargs)
             self.synced_step = self.run.step
             if trains_features:
@@ -167,6 +184,8 @@ class RolloutAlignment(Feature):
                 self.run.warn_once(warn("fsdp-merges-in-place", f"adapters on a {halves} base under FSDP, with vLLM"))
             return None
         dtype = None if self._engine_dtype is None else to_torch(self._engine_dtype)
+        if self._is_native:
+            return native_adapters.NativeSync(generation.model, dtype, generation.llm)
         return AdapterSync(generation.model, dtype, self.run.settings.precision_metrics)
 
     def _report_sync(self, sync: AdapterSync) -> None:

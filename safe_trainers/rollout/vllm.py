@@ -120,7 +120,7 @@ def has_float32_head(generation: Any) -> bool:
     if llm is None:
         overrides = _server_info(generation.vllm_client).get("model_config", {}).get("hf_overrides")
         return isinstance(overrides, Mapping) and overrides.get("head_dtype") == FLOAT32
-    kinds = [getattr(layer, "head_dtype", None) for layer in _model(llm).modules() if hasattr(layer, "head_dtype")]
+    kinds = [getattr(layer, "head_dtype", None) for layer in model_of(llm).modules() if hasattr(layer, "head_dtype")]
     return bool(kinds) and all(kind == torch.float32 for kind in kinds)
 
 
@@ -129,7 +129,12 @@ def _server_info(client: Any) -> dict[str, Any]:
     return info or {}
 
 
-def _model(llm: Any) -> Any:
+def model_of(llm: Any) -> Any:
+    """The model of an engine.
+
+    Args:
+        llm: A `vllm.LLM` in this process.
+    """
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
@@ -180,7 +185,7 @@ def weights_reloaded(generation: Any) -> Iterator[None]:
     if llm is None:  # a server packs its own weights
         yield
         return
-    model = _model(llm)
+    model = model_of(llm)
     if not isinstance(model, nn.Module) or all(parameter.numel() for parameter in model.parameters()):
         yield
         return

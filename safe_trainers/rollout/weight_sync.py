@@ -17,6 +17,7 @@ from torch import nn
 from ..core.patches import patched
 from ..model.parts import unwrap
 from ..weights.merged import Weight, weights_of
+from .vllm import weights_reloaded
 
 
 METRIC = "precision/sync_lost_frac"
@@ -48,6 +49,16 @@ class AdapterSync:
         self.tied: tuple[str, ...] = ()
         self._model, self._dtype, self._measure = model, dtype, measure
         self._counts: dict[tuple[int, torch.device], list[torch.Tensor]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def sending(self, generation: Any) -> Iterator[None]:
+        """Makes a weight sync of TRL that runs in the block send merged weights.
+
+        Args:
+            generation: TRL's `VLLMGeneration`.
+        """
+        with weights_reloaded(generation), self.merged():
+            yield
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:

@@ -103,13 +103,16 @@ def merged_weights(model: nn.Module, dtype: str | torch.dtype | None = None) -> 
     yield from map(lambda weight: (weight.name, weight.rounded(weight.load(), target)), weights_of(model, target))
 
 
-def weights_of(model: nn.Module, dtype: torch.dtype | None = None, checked: bool = False) -> Iterator[Weight]:
+def weights_of(
+    model: nn.Module, dtype: torch.dtype | None = None, checked: bool = False, merge: bool = True
+) -> Iterator[Weight]:
     """Yields the tensors of the merged model, each with its value in the base.
 
     Args:
         model: A model with PEFT adapters.
         dtype: The dtype that will be passed to `Weight.rounded`.
         checked: Whether `unmergeable` was called before; it inspects every module and parameter.
+        merge: Whether to merge the active adapters, or to yield the weights of the base.
 
     Yields:
         One entry for each name of the base model's `state_dict`, in its order.
@@ -128,7 +131,7 @@ def weights_of(model: nn.Module, dtype: torch.dtype | None = None, checked: bool
     def fix(weight: Weight) -> Weight:
         return replace(weight, fixed=True) if kept is not None and kept.search(weight.name) else weight
 
-    yield from map(fix, _walk(base, "", around, merge=True))
+    yield from map(fix, _walk(base, "", around, merge))
 
 
 def unmergeable(model: nn.Module) -> Problem | None:

@@ -99,15 +99,17 @@ def build(
         safe: Whether to build the safe trainer.
         config: The class of the config, by default TRL's.
         one_row: Whether every step has the same prompt and the same images.
-        **changes: Changed settings; `model` replaces the model of the family.
+        **changes: Changed settings; `model` replaces the model of the family, and `peft_config` the adapters.
     """
     end_engines()
     torch.manual_seed(0)
-    model = changes.pop("model", None)
+    model, adapter = changes.pop("model", None), changes.pop("peft_config", None)
     # Every image family takes the same rows.
     data = replace(cell, family="llava") if cell.family in image_families.FAMILIES else cell
     made = cells.arguments(data, config or cells.PLAIN[cell.task], **{**VLLM, **changes})
     made["model"] = str(folders[cell.family]) if model is None else model
+    if adapter is not None:
+        made["peft_config"] = adapter
     if one_row:
         made["train_dataset"] = made["train_dataset"].select([0] * len(made["train_dataset"]))
     trainer_class = (cells.SAFE if safe else cells.STOCK)[cell.task]
