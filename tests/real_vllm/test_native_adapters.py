@@ -145,4 +145,4 @@ def test_an_engine_that_ignores_factors_is_refused(native):
     with pytest.raises(PrecisionError, match="vllm-ignores-the-adapter") as caught:
         trainer.train()
     assert "model.layers.0.self_attn.q_proj" in str(caught.value)
-    assert "`adapter_sync='merged'`" in str(caught.value)
+    assert "fix: adapter_sync='merged'" in str(caught.value)
