@@ -106,13 +106,6 @@ class Feature:
             prompt_ids: Token ids of each prompt.
         """
 
-    def before_loss(self, inputs: Any) -> None:
-        """Called before each loss, in training and in evaluation.
-
-        Args:
-            inputs: The slice of the batch, usually a mapping.
-        """
-
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
         """Called before completions are scored.
 
@@ -144,6 +137,17 @@ class Feature:
     def around_evaluation(self, call: Callable[[], Any]) -> Any:
         """Wraps `evaluation_loop`."""
         return call()
+
+    def on_loss_inputs(self, inputs: Any) -> Any:
+        """Changes the inputs of a loss, in training and in evaluation.
+
+        Args:
+            inputs: The slice of the batch, usually a mapping; must not be modified.
+
+        Returns:
+            The inputs to use.
+        """
+        return inputs
 
     def on_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Changes the inputs that were prepared for a model.

@@ -75,6 +75,11 @@ REFUSALS = index(
         "`reward_weights=[{fix}]`",
     ),
     Finding(
+        "rollout-cannot-be-corrected",
+        "importance weights cannot be applied to the samples of `generate`: {reason}.",
+        "drop `rollout_correction=True`",
+    ),
+    Finding(
         "importance-weights-not-finite",
         "importance weights are computed from the sampler's log-probabilities, and one of those was {what}. The loss "
         "would become NaN, and all weights with it after one optimizer step.",

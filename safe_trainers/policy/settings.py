@@ -135,6 +135,8 @@ class PrecisionSettings:
             1e15 still fit float16, so the scale is not the cause of further skips.
         overflow_probe_steps: Interval, in optimizer steps, at which the first batch is checked for activations that
             overflow float16. By default only the first rollout and the first batch of a run are checked.
+        rollout_correction: Whether the losses of samples of the model's own `generate` are weighted by importance
+            weights, with TRL's `vllm_importance_sampling_mode` and its limits. TRL weights samples of vLLM itself.
         sync_lost_limit: Share, from 0 to 1, above which a weight sync to vLLM is reported to lose the adapter. The
             share counts the elements that the adapters change and that equal the base's in the sampler's dtype.
         adapter_sync: How a colocated vLLM gets LoRA adapters: `"merged"` sends every weight, with the adapters merged;
@@ -179,6 +181,10 @@ class PrecisionSettings:
     overflow_probe_steps: int | None = field(
         default=None,
         metadata={"help": "Steps between checks for activations that overflow float16. Unset: the first batch only."},
+    )
+    rollout_correction: bool = field(
+        default=False,
+        metadata={"help": "Whether losses of samples of `generate` get importance weights, as those of vLLM do."},
     )
     sync_lost_limit: float = field(
         default=0.5, metadata={"help": "Share of the adapters' changes that a weight sync may lose without a warning."}

@@ -35,7 +35,9 @@ policy has not changed, if it compared with the sampler's log-probabilities.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,18 +69,52 @@ class Limits:
         high: Upper limit of the weight; `None` without one.
         sequences: Whether the weight is exp(S), the same for all tokens of a sequence, instead of exp(D).
         clip: The range in which the loss does not clip the ratio of a token; `None` if it clips none.
+        masks: Whether weights outside the limits become 0 instead of the nearest limit.
     """
 
     low: float | None
     high: float | None
     sequences: bool
     clip: tuple[float, float] | None = None
+    masks: bool = True
 
     def outside(self, log_ratio: torch.Tensor) -> torch.Tensor:
         """Returns which log-ratios, of any shape, are outside the limits, as booleans of that shape."""
         low = math.log(self.low) if self.low else -math.inf
         high = math.inf if self.high is None else math.log(self.high) if self.high else -math.inf
         return (log_ratio < low) | (log_ratio > high)
+
+
+def limits_of(args: Any) -> Limits | None:
+    """Returns TRL's limits of importance sampling.
+
+    Args:
+        args: The training arguments.
+
+    Returns:
+        The limits; `None` if the algorithm has no weights of tokens.
+    """
+    mode = getattr(args, "vllm_importance_sampling_mode", None)
+    if mode is None:
+        return None
+    cap = getattr(args, "vllm_importance_sampling_cap", None)  # the upper limit's name in older releases
+    high = getattr(args, "vllm_importance_sampling_clip_max", cap)
+    low, epsilon = getattr(args, "vllm_importance_sampling_clip_min", None), getattr(args, "epsilon", None)
+    clip = None
+    if epsilon is not None and epsilon < 1 and getattr(args, "importance_sampling_level", "token") == "token":
+        upper = getattr(args, "epsilon_high", None)
+        clip = (1 - epsilon, 1 + (epsilon if upper is None else upper))
+    return Limits(low, high, str(mode).startswith("sequence"), clip, str(mode).endswith("mask"))
+
+
+def sampled_mask(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Returns 1 for the tokens that the model sampled, and 0 for padding and results of tools, (B, C).
+
+    Args:
+        batch: The rollout batch, or a slice of it.
+    """
+    mask: torch.Tensor = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def tally(

@@ -30,8 +30,20 @@ from ..core.trl import BUFFER_METHOD, trl_bases
 from ..model.parts import unwrap
 from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
+from .correction import corrects_generate
 from .logprob_recorder import RECORDED_MODES, SAMPLER_KEY, Turn, align
-from .mismatch import EPS, PREFIX, SIZE, Limits, combine, loss_tally, metrics, sequence_moments, tally
+from .mismatch import (
+    EPS,
+    PREFIX,
+    SIZE,
+    combine,
+    limits_of,
+    loss_tally,
+    metrics,
+    sampled_mask,
+    sequence_moments,
+    tally,
+)
 from .sequence_weights import vanishing
 from .truncation import TruncationCorrection
 
@@ -109,7 +121,8 @@ class MismatchMeter(Feature):
         Raises:
             PrecisionError: If an importance weight of TRL is not finite, which would make the loss NaN.
         """
-        if not self._measures():
+        measures = self._measures()
+        if not measures and not corrects_generate(self.run):
             return _with_finite_weights(call())
         turns: list[Turn] = []
         forwards: list[torch.Tensor] = []
@@ -125,7 +138,7 @@ class MismatchMeter(Feature):
         if sampler is None:
             self._log_once(self._why_absent())
         else:
-            if any(key in batch for key in _OLD_KEYS):
+            if measures and any(key in batch for key in _OLD_KEYS):
                 self._count(old_logps(batch, forwards), sampler, batch)
             if recorded and _OLD_KEYS[1] not in batch:  # RLOO's loss has no log-probabilities of tokens
                 batch = {**batch, SAMPLER_KEY: sampler}
@@ -138,9 +151,10 @@ class MismatchMeter(Feature):
             self._forwards.append(result[0].detach())
         return result
 
-    def before_loss(self, inputs: Any) -> None:
+    def on_loss_inputs(self, inputs: Any) -> Any:
         """Keeps the slice of the batch."""
         self._slice = inputs if isinstance(inputs, Mapping) else {}
+        return inputs
 
     def around_loss(self, call: Callable[[], Any]) -> Any:
         """Computes a loss, and measures its slice of the batch unless `around_batch` has measured it."""
@@ -227,7 +241,7 @@ class MismatchMeter(Feature):
         shift = None if self._truncation is None else self._truncation.shift
         if shift is not None:  # the sampler's log-probabilities are renormalised over the tokens that it keeps
             trainer = trainer + shift
-        self._add(tally(trainer, sampler, _mask(batch), self._limits))
+        self._add(tally(trainer, sampler, sampled_mask(batch), self._limits))
 
     def _count_change(self, now: torch.Tensor | None, batch: Mapping[str, Any]) -> None:
         """Counts how far the log-probabilities of a loss are from those that TRL computed before the first update."""
@@ -236,7 +250,7 @@ class MismatchMeter(Feature):
             return
         truncated = self._truncation is not None and self._truncation.active
         sampler = None if truncated else batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
-        self._add(loss_tally(now, trainer, sampler, _mask(batch), moved=self.run.step != step))
+        self._add(loss_tally(now, trainer, sampler, sampled_mask(batch), moved=self.run.step != step))
 
     def _add(self, counted: torch.Tensor) -> None:
         mode = self.run.mode
@@ -270,6 +284,7 @@ class MismatchMeter(Feature):
         problem = not_rounding(self.run, ulp, mean, self._synced)
         args = self.run.args
         corrects = getattr(args, "use_vllm", False) and getattr(args, CORRECTION, False)
+        corrects = corrects or corrects_generate(self.run)
         weights = vanishing(args, self._limits, sequence_moments(total)) if corrects else None
         for warning in filter(None, (problem, weights)):
             self.run.warn_once(warning)
@@ -305,12 +320,6 @@ class MismatchMeter(Feature):
         self._logged.add(why)
 
 
-def _mask(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Returns 1 for the tokens of completions that the model sampled, and 0 for padding and results of tools."""
-    mask: torch.Tensor = batch["completion_mask"]
-    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
-
-
 def _with_finite_weights(batch: Any) -> Any:
     """Returns the batch, or raises `PrecisionError` if an importance weight is not finite."""
     weights = batch.get("importance_sampling_ratio")
@@ -329,21 +338,6 @@ def check_reward_weights(args: Any) -> None:
     if not all(map(math.isfinite, weights)):
         fix = ", ".join("1.0" if not math.isfinite(weight) else f"{weight!r}" for weight in weights)
         raise PrecisionError([refuse("reward-weights-not-finite", f"reward_weights={weights!r}", fix=fix)])
-
-
-def limits_of(args: Any) -> Limits | None:
-    """TRL's limits of importance sampling, which apply to vLLM's samples; `None` if the algorithm has none."""
-    mode = getattr(args, "vllm_importance_sampling_mode", None)
-    if mode is None:
-        return None
-    cap = getattr(args, "vllm_importance_sampling_cap", None)  # the upper limit's name in older releases
-    high = getattr(args, "vllm_importance_sampling_clip_max", cap)
-    low, epsilon = getattr(args, "vllm_importance_sampling_clip_min", None), getattr(args, "epsilon", None)
-    clip = None
-    if epsilon is not None and epsilon < 1 and getattr(args, "importance_sampling_level", "token") == "token":
-        upper = getattr(args, "epsilon_high", None)
-        clip = (1 - epsilon, 1 + (epsilon if upper is None else upper))
-    return Limits(low, high, str(mode).startswith("sequence"), clip)
 
 
 def old_logps(batch: Mapping[str, Any], forwards: list[torch.Tensor]) -> torch.Tensor | None:

@@ -28,6 +28,7 @@ from ..numerics.step_monitor import StepMonitor
 from ..policy import distributed
 from ..report.reporter import Reporter
 from ..rollout.alignment import RolloutAlignment
+from ..rollout.correction import RolloutCorrection
 from ..rollout.mismatch_meter import MismatchMeter, check_reward_weights
 from ..rollout.truncation import TruncationCorrection
 from ..weights import fp32_modules
@@ -62,6 +63,7 @@ class PrecisionMixin(ExactCheckpoints):
         MediaInputs,
         RolloutAlignment,
         TruncationCorrection,
+        RolloutCorrection,
         MismatchMeter,
         Reporter,
         OverflowProbe,
@@ -160,10 +162,12 @@ class PrecisionMixin(ExactCheckpoints):
         self._run.tell("on_train_end")
         return result
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes the loss, inside the features' `around_loss`."""
-        self._run.tell("before_loss", args[1] if len(args) > 1 else kwargs.get("inputs"))
-        return self._run.around("around_loss", partial(super().compute_loss, *args, **kwargs))  # type: ignore[misc]
+        for feature in self._run.having("on_loss_inputs"):
+            inputs = feature.on_loss_inputs(inputs)
+        method = super().compute_loss  # type: ignore[misc]
+        return self._run.around("around_loss", partial(method, model, inputs, *args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates, inside the features' `around_evaluation`."""

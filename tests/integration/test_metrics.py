@@ -27,7 +27,8 @@ from upstream import (
 
 from safe_trainers import PrecisionError, SafeGRPOConfig, SafeGRPOTrainer, tiny
 from safe_trainers.rollout.logprob_recorder import SAMPLER_KEY
-from safe_trainers.rollout.mismatch_meter import _with_finite_weights, limits_of
+from safe_trainers.rollout.mismatch import limits_of
+from safe_trainers.rollout.mismatch_meter import _with_finite_weights
 from safe_trainers.testing import fp16_on_cpu
 
 

@@ -1,0 +1,111 @@
+"""Importance weights for samples of `generate`: the modes that TRL has for samples of vLLM.
+
+The weight of a token, or of a sequence, is the ratio of its probability in the trainer and in the sampler. TRL
+multiplies the loss of each token by it. The loss of a token is proportional to the advantage, so here the weights
+multiply the advantages of a copy of the batch. The trainer's log-probabilities are the old ones if TRL computes them,
+and otherwise those of the loss itself, so that no forward pass is added.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import PrecisionError, Problem, refuse
+from ..core.feature import Feature, Run
+from ..core.trl import uses_continuous_batching
+from .logprob_recorder import SAMPLER_KEY
+from .mismatch import Limits, limits_of, sampled_mask
+
+
+OLD_KEY, ADVANTAGES = "old_per_token_logps", "advantages"
+
+
+def corrects_generate(run: Run) -> bool:
+    """Whether the losses of samples of `generate` are weighted; TRL weights those of vLLM itself."""
+    return run.settings.rollout_correction and not getattr(run.args, "use_vllm", False)
+
+
+def importance_weights(difference: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Computes the weights of tokens or sequences as TRL does.
+
+    Args:
+        difference: log p_trainer - log p_sampler of each token in nats, (B, C); 0 for tokens that do not count, and
+            NaN for tokens whose weight is 1.
+        limits: TRL's limits.
+
+    Returns:
+        The weights, (B, C), or (B, 1) for sequences.
+    """
+    difference = difference.where(~difference.isnan(), 0.0)
+    log_weights = difference.sum(1, keepdim=True) if limits.sequences else difference
+    weights = log_weights.exp()
+    if limits.masks:
+        return weights.masked_fill(limits.outside(log_weights), 0.0)
+    return weights if limits.low is None and limits.high is None else weights.clamp(limits.low, limits.high)
+
+
+class RolloutCorrection(Feature):
+    """Weights the losses of samples of `generate` with `rollout_correction=True`."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._slice: dict[str, Any] | None = None  # a copy of the batch's slice, until its advantages are weighted
+        self._limits = limits_of(run.args)
+
+    def check(self, model: nn.Module) -> Iterator[Problem]:
+        """Refuses trainers and settings under which the loss cannot be weighted."""
+        args = self.run.args
+        reasons = {
+            f"{type(self.run.trainer).__name__} has no importance weights of tokens": self._limits is None,
+            "`loss_type='vespo'` computes weights of its own": getattr(args, "loss_type", None) == "vespo",
+            "the fused loss of Liger returns no log-probabilities": getattr(args, "use_liger_kernel", False)
+            or getattr(args, "use_liger_loss", False),
+            "continuous batching returns no log-probabilities": uses_continuous_batching(args),
+        }
+        reason = next((text for text, applies in reasons.items() if applies), None)
+        if corrects_generate(self.run) and reason is not None:
+            yield _refusal(reason)
+
+    def on_loss_inputs(self, inputs: Any) -> Any:
+        """Returns a copy of the slice, whose advantages are weighted as soon as its log-probabilities are known."""
+        self._slice = None
+        if not corrects_generate(self.run) or not isinstance(inputs, Mapping):
+            return inputs
+        if SAMPLER_KEY not in inputs:
+            raise PrecisionError([_refusal("the sampler's log-probabilities of this rollout were not recorded")])
+        self._slice = dict(inputs)
+        return self._slice
+
+    def around_scoring(self, call: Callable[[], Any]) -> Any:
+        """Computes log-probabilities; the first ones of a loss weight its advantages."""
+        result = call()
+        if self._slice is not None and self._limits is not None:
+            batch, self._slice = self._slice, None
+            old = batch.get(OLD_KEY)
+            trainer = result[0].detach() if old is None else old
+            mask = sampled_mask(batch)
+            difference = (trainer - batch[SAMPLER_KEY]).where(mask != 0, 0.0)
+            weights = importance_weights(difference, self._limits)
+            if not weights.isfinite().all():
+                given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
+                fix = "`vllm_importance_sampling_clip_max=3.0`"
+                raise PrecisionError([refuse("importance-weights-not-finite", given, what="infinite", fix=fix)])
+            advantages = batch[ADVANTAGES]
+            batch[ADVANTAGES] = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages) * weights
+        return result
+
+    def around_loss(self, call: Callable[[], Any]) -> Any:
+        """Computes the loss, and raises an error if it did not compute log-probabilities."""
+        try:
+            value = call()
+            if self._slice is not None:
+                raise PrecisionError([_refusal("this trainer's loss computes no log-probabilities of tokens")])
+        finally:
+            self._slice = None
+        return value
+
+
+def _refusal(reason: str) -> Problem:
+    return refuse("rollout-cannot-be-corrected", "rollout_correction=True", reason=reason)
