@@ -43,6 +43,8 @@ def test_the_list_of_refusals_is_the_committed_one():
         "truncation-cannot-be-corrected",
         "vllm-finds-no-place",
         "vllm-keeps-image-features",
+        "vllm-ignores-the-adapter",
+        "rollout-cannot-be-corrected",
         "vllm-prepares-prompts-otherwise",
         "vllm-quantises-its-cache",
         "precision-contradicts-flag",
