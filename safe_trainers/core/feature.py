@@ -219,6 +219,7 @@ class Run:
         engine: The engine that runs the model in several processes, and its dtypes.
         coverage: The guarantees of the trainer class, and which hooks have fired.
         features: The features, outermost first.
+        scored_at: The step in which the last rollout batch was scored, by mode.
         skipped_in_a_row: Optimizer steps skipped since the last one that was applied.
         loss_scale: The monitor of the loss scale (`numerics.loss_scale.LossScaleWatch`).
         casts_late: Whether an engine (DeepSpeed) casts the weights after the inventory was taken.
@@ -239,6 +240,7 @@ class Run:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.features: tuple[Feature, ...] = ()
+        self.scored_at: dict[str, int] = {}
         self.skipped_in_a_row = 0
         self.casts_late = self.joins_features = False
         self.model_is_live = False

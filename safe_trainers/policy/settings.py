@@ -13,6 +13,7 @@ from ..core.errors import PrecisionError, Problem, nearest, refuse
 
 
 ROLLOUT_COMPUTE = ("training", "stock")
+OLD_LOGPS = SCORED, LOSS = ("scored", "loss")
 ADAPTER_SYNC = MERGED, NATIVE = ("merged", "native")
 ADAPTER_DTYPES = (AUTO, FLOAT32, BFLOAT16)
 LOG, FILE, OFF = REPORT_MODES = ("log", "file", "off")
@@ -103,6 +104,7 @@ ACCEPTED: Mapping[str, Accepts] = {
     "max_consecutive_skips": Accepts(Range(1, integer=True), _STEPS),
     "overflow_probe_steps": Accepts(Range(1, integer=True), _STEPS, recommended=100, unset=True),
     "sync_lost_limit": Accepts(Range(0, 1), "share-out-of-range"),
+    "old_logps": Accepts(OLD_LOGPS, "unknown-choice"),
     "adapter_sync": Accepts(ADAPTER_SYNC, "unknown-choice"),
     "precision_report": Accepts(REPORT_MODES, "unknown-choice"),
 }
@@ -137,6 +139,8 @@ class PrecisionSettings:
             overflow float16. By default only the first rollout and the first batch of a run are checked.
         rollout_correction: Whether the losses of samples of the model's own `generate` are weighted by importance
             weights, with TRL's `vllm_importance_sampling_mode` and its limits. TRL weights samples of vLLM itself.
+        old_logps: Where the log-probabilities before an update come from if the policy has not changed since the
+            rollout: `"scored"` from TRL's scoring, if there is one; `"loss"` from the loss, so that the ratio is 1.
         sync_lost_limit: Share, from 0 to 1, above which a weight sync to vLLM is reported to lose the adapter. The
             share counts the elements that the adapters change and that equal the base's in the sampler's dtype.
         adapter_sync: How a colocated vLLM gets LoRA adapters: `"merged"` sends every weight, with the adapters merged;
@@ -185,6 +189,10 @@ class PrecisionSettings:
     rollout_correction: bool = field(
         default=False,
         metadata={"help": "Whether losses of samples of `generate` get importance weights, as those of vLLM do."},
+    )
+    old_logps: str = field(
+        default=SCORED,
+        metadata={"help": "Old log-probabilities of an unchanged policy: `scored` (TRL's) or `loss` (a ratio of 1)."},
     )
     sync_lost_limit: float = field(
         default=0.5, metadata={"help": "Share of the adapters' changes that a weight sync may lose without a warning."}

@@ -1,4 +1,4 @@
-"""Importance weights for samples of `generate`: the modes that TRL has for samples of vLLM.
+"""What a loss compares its log-probabilities with: importance weights for samples of `generate`, and old ones.
 
 The weight of a token, or of a sequence, is the ratio of its probability in the trainer and in the sampler. TRL
 multiplies the loss of each token by it. The loss of a token is proportional to the advantage, so here the weights
@@ -15,11 +15,14 @@ from torch import nn
 from ..core.errors import PrecisionError, Problem, refuse
 from ..core.feature import Feature, Run
 from ..core.trl import uses_continuous_batching
+from ..policy.settings import LOSS
 from .logprob_recorder import SAMPLER_KEY
 from .mismatch import Limits, limits_of, sampled_mask
 
 
-OLD_KEY, ADVANTAGES = "old_per_token_logps", "advantages"
+ADVANTAGES = "advantages"
+OLD_KEYS = ("old_per_token_logps", "old_logps")
+"""TRL's keys of the old log-probabilities: GRPO's of each token, and RLOO's sum over each sequence."""
 
 
 def corrects_generate(run: Run) -> bool:
@@ -47,11 +50,17 @@ def importance_weights(difference: torch.Tensor, limits: Limits) -> torch.Tensor
 
 
 class RolloutCorrection(Feature):
-    """Weights the losses of samples of `generate` with `rollout_correction=True`."""
+    """Replaces what a loss compares its log-probabilities with, in a copy of the batch.
+
+    With `rollout_correction=True` the losses of samples of `generate` are weighted. With `old_logps="loss"` the old
+    log-probabilities are those of the loss, as long as the policy has not changed since the batch was scored.
+    """
+
+    name = "correction"
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._slice: dict[str, Any] | None = None  # a copy of the batch's slice, until its advantages are weighted
+        self._slice: dict[str, Any] | None = None  # a copy of the batch's slice, until its log-probabilities are known
         self._limits = limits_of(run.args)
 
     def check(self, model: nn.Module) -> Iterator[Problem]:
@@ -68,43 +77,71 @@ class RolloutCorrection(Feature):
         if corrects_generate(self.run) and reason is not None:
             yield _refusal(reason)
 
+    def around_batch(self, call: Callable[[], Any]) -> Any:
+        """Generates and scores a rollout batch, and keeps the step."""
+        batch = call()
+        self.run.scored_at[self.run.mode] = self.run.step
+        return batch
+
     def on_loss_inputs(self, inputs: Any) -> Any:
-        """Returns a copy of the slice, whose advantages are weighted as soon as its log-probabilities are known."""
+        """Returns a copy of the slice, which is changed as soon as its log-probabilities are known."""
         self._slice = None
-        if not corrects_generate(self.run) or not isinstance(inputs, Mapping):
+        corrects = corrects_generate(self.run)
+        if not isinstance(inputs, Mapping) or not (corrects or self._replaces_old(inputs)):
             return inputs
-        if SAMPLER_KEY not in inputs:
+        if corrects and SAMPLER_KEY not in inputs:
             raise PrecisionError([_refusal("the sampler's log-probabilities of this rollout were not recorded")])
         self._slice = dict(inputs)
         return self._slice
 
+    def _replaces_old(self, inputs: Mapping[str, Any]) -> bool:
+        unchanged = self.run.scored_at.get(self.run.mode) == self.run.step
+        return self.run.settings.old_logps == LOSS and unchanged and any(key in inputs for key in OLD_KEYS)
+
     def around_scoring(self, call: Callable[[], Any]) -> Any:
-        """Computes log-probabilities; the first ones of a loss weight its advantages."""
+        """Computes log-probabilities; the first ones of a loss change its copy of the slice."""
         result = call()
-        if self._slice is not None and self._limits is not None:
-            batch, self._slice = self._slice, None
-            old = batch.get(OLD_KEY)
-            trainer = result[0].detach() if old is None else old
-            mask = sampled_mask(batch)
-            difference = (trainer - batch[SAMPLER_KEY]).where(mask != 0, 0.0)
+        if self._slice is None:
+            return result
+        batch, self._slice = self._slice, None
+        now, mask = result[0].detach(), sampled_mask(batch)
+        if self._replaces_old(batch):
+            of_sequences = (now * batch["completion_mask"]).sum(1)  # as RLOO computes them
+            batch.update(
+                {key: value for key, value in zip(OLD_KEYS, (now, of_sequences), strict=True) if key in batch}
+            )
+        if corrects_generate(self.run) and self._limits is not None:
+            difference = (batch.get(OLD_KEYS[0], now) - batch[SAMPLER_KEY]).where(mask != 0, 0.0)
             weights = importance_weights(difference, self._limits)
-            if not weights.isfinite().all():
-                given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
-                fix = "`vllm_importance_sampling_clip_max=3.0`"
-                raise PrecisionError([refuse("importance-weights-not-finite", given, what="infinite", fix=fix)])
+            _check_finite(weights)
             advantages = batch[ADVANTAGES]
             batch[ADVANTAGES] = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages) * weights
         return result
 
     def around_loss(self, call: Callable[[], Any]) -> Any:
-        """Computes the loss, and raises an error if it did not compute log-probabilities."""
+        """Computes the loss, and raises an error if it was to be weighted and computed no log-probabilities."""
         try:
             value = call()
-            if self._slice is not None:
+            if self._slice is not None and corrects_generate(self.run):
                 raise PrecisionError([_refusal("this trainer's loss computes no log-probabilities of tokens")])
         finally:
             self._slice = None
         return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """When the buffered batch was scored."""
+        return dict(self.run.scored_at)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores when the buffered batch was scored."""
+        self.run.scored_at = dict(state)
+
+
+def _check_finite(weights: torch.Tensor) -> None:
+    if not weights.isfinite().all():
+        given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
+        fix = "`vllm_importance_sampling_clip_max=3.0`"
+        raise PrecisionError([refuse("importance-weights-not-finite", given, what="infinite", fix=fix)])
 
 
 def _refusal(reason: str) -> Problem:

@@ -30,7 +30,7 @@ from ..core.trl import BUFFER_METHOD, trl_bases
 from ..model.parts import unwrap
 from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
-from .correction import corrects_generate
+from .correction import OLD_KEYS, corrects_generate
 from .logprob_recorder import RECORDED_MODES, SAMPLER_KEY, Turn, align
 from .mismatch import (
     EPS,
@@ -51,9 +51,6 @@ from .truncation import TruncationCorrection
 logger = logging.getLogger(__name__)
 
 TRL_SAMPLER_KEY = "sampling_per_token_logps"
-SCORED_AT = "scored_at"
-"""Key of the feature's state that is not the tally of a mode."""
-_OLD_KEYS = ("old_per_token_logps", "old_logps")  # GRPO's per token, RLOO's per sequence
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -76,7 +73,6 @@ class MismatchMeter(Feature):
         self._slice: Mapping[str, Any] = {}  # the slice of the batch whose loss is computed
         self._has_rollouts = any(BUFFER_METHOD in vars(base) for base in trl_bases(type(run.trainer)))
         self._limits = limits_of(run.args)
-        self._scored_at: dict[str, int] = {}  # the step in which the last batch was scored, by mode
         self._synced = True  # whether the sampler had the weights of the last batch's step
         self.on_train_begin()
 
@@ -131,16 +127,15 @@ class MismatchMeter(Feature):
             batch = call()
         finally:
             self._turns = self._forwards = None
-        self._scored_at[self.run.mode] = self.run.step
         self._synced = samples_from_current_weights(self.run)
         recorded = batch.get(TRL_SAMPLER_KEY) is None
         sampler = align(turns, batch["completion_ids"]) if recorded else batch[TRL_SAMPLER_KEY]
         if sampler is None:
             self._log_once(self._why_absent())
         else:
-            if measures and any(key in batch for key in _OLD_KEYS):
+            if measures and any(key in batch for key in OLD_KEYS):
                 self._count(old_logps(batch, forwards), sampler, batch)
-            if recorded and _OLD_KEYS[1] not in batch:  # RLOO's loss has no log-probabilities of tokens
+            if recorded and OLD_KEYS[1] not in batch:  # RLOO's loss has no log-probabilities of tokens
                 batch = {**batch, SAMPLER_KEY: sampler}
         return _with_finite_weights(batch)
 
@@ -160,7 +155,7 @@ class MismatchMeter(Feature):
         """Computes a loss, and measures its slice of the batch unless `around_batch` has measured it."""
         batch, self._slice = self._slice, {}
         sampler = batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
-        scored = any(key in batch for key in _OLD_KEYS)
+        scored = any(key in batch for key in OLD_KEYS)
         if (sampler is None and not scored) or not self._measures():
             return call()
         forwards: list[torch.Tensor] = []
@@ -245,7 +240,7 @@ class MismatchMeter(Feature):
 
     def _count_change(self, now: torch.Tensor | None, batch: Mapping[str, Any]) -> None:
         """Counts how far the log-probabilities of a loss are from those that TRL computed before the first update."""
-        trainer, step = batch.get(_OLD_KEYS[0]), self._scored_at.get(self.run.mode)
+        trainer, step = batch.get(OLD_KEYS[0]), self.run.scored_at.get(self.run.mode)
         if now is None or trainer is None or step is None or now.shape != trainer.shape:
             return
         truncated = self._truncation is not None and self._truncation.active
@@ -294,14 +289,12 @@ class MismatchMeter(Feature):
         return max(dtypes, key=EPS.__getitem__, default="float32")
 
     def state_dict(self) -> dict[str, Any]:
-        """The tallies since the last log, and when the buffered batch was scored."""
-        return {**self.own, SCORED_AT: dict(self._scored_at)}
+        """The tallies since the last log."""
+        return dict(self.own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the tallies, unless a version with other metrics has saved them."""
-        tallies = {mode: total for mode, total in state.items() if mode != SCORED_AT}
-        self.own = {mode: total for mode, total in tallies.items() if total.shape == (SIZE,)}
-        self._scored_at = dict(state.get(SCORED_AT, {}))
+        self.own = {mode: total for mode, total in state.items() if getattr(total, "shape", None) == (SIZE,)}
 
     def _why_absent(self) -> str:
         args = self.run.args

@@ -210,3 +210,49 @@ def test_a_probability_of_zero_ends_the_run():
     trainer = build(Broken, vllm_importance_sampling_mode="token_truncate", **limits)
     with pytest.raises(PrecisionError, match="importance-weights-not-finite"):
         trainer.train()
+
+
+@pytest.mark.parametrize("old_logps", ["scored", "loss"])
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_old_log_probabilities_are_those_of_the_loss_while_the_policy_is_unchanged(task, old_logps):
+    key = "old_per_token_logps" if task == "grpo" else "old_logps"
+
+    class Noisy(cells.SAFE[task]):
+        """As if scoring had rounded otherwise than the loss."""
+
+        compared = ()
+
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, key: batch[key] + 0.05}
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            with torch.no_grad():
+                ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+                mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+                now, *_ = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
+            now = now if task == "grpo" else (now * inputs["completion_mask"]).sum(1)
+            self.compared = (*self.compared, (now - inputs[key]).abs().max().item())
+            return loss
+
+    cell = Cell("text", task, "fp32", None)
+    trainer = build(
+        Noisy, cell, cells.SAFE_CONFIG[task], rollout_correction=False, old_logps=old_logps, num_iterations=2, steps=4
+    )
+    trainer.train()
+    first, second, third, fourth = trainer.compared  # two losses for each rollout; the policy changes after the first
+    assert min(second, fourth) > 0.01
+    if old_logps == "loss":
+        assert max(first, third) == 0
+    else:
+        assert min(first, third) == pytest.approx(0.05, abs=1e-3)
+
+
+@pytest.mark.parametrize("old_logps", ["scored", "loss"])
+def test_without_noise_the_source_of_old_log_probabilities_changes_nothing(old_logps):
+    trainer = build(rollout_correction=False, old_logps=old_logps, num_iterations=2, steps=4)
+    trainer.train()
+    plain = build(rollout_correction=False, num_iterations=2, steps=4)
+    plain.train()
+    assert cells.fingerprint(trainer.model) == cells.fingerprint(plain.model)

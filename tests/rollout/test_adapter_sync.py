@@ -1,16 +1,14 @@
 """Which adapters are sent to vLLM as factors, and why others are merged."""
 
+import cells
 import pytest
 from adapted_models import adapted_llama, lora
 from cells import Cell
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft import get_peft_model
 from policing import reset_accelerate
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import cells
-from safe_trainers import PrecisionError, PrecisionWarning, SafeGRPOConfig
-from safe_trainers.rollout import native_adapters
+from safe_trainers import PrecisionError, SafeGRPOConfig
 from safe_trainers.rollout.native_adapters import RANKS, engine_kwargs, reason_against
 
 
