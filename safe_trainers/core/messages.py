@@ -125,6 +125,11 @@ WARNINGS = index(
         '`--hf-overrides \'{{"head_dtype": "float32"}}\'`',
     ),
     Finding(
+        "vllm-server-of-unknown-model",
+        "the trainer's model is {own!r}, and the config of the server's model is not on this machine to compare them.",
+        "start the server with the trainer's model, {own!r}, unless both are the same",
+    ),
+    Finding(
         "vllm-server-not-asked",
         "this release of TRL cannot read the compute dtype of a vLLM server.",
         "start the server with `--dtype {dtype}`, the trainer's compute dtype",

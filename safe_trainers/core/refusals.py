@@ -305,6 +305,12 @@ REFUSALS = index(
         "start the server with `--dtype {dtype}`",
     ),
     Finding(
+        "vllm-serves-another-model",
+        "its config has {name}={theirs!r}, and the trainer's model has {ours!r}, so it cannot load the trainer's "
+        "weights.",
+        "start the server with the trainer's model, {own!r}",
+    ),
+    Finding(
         "truncated-sampling-with-correction",
         "vLLM returns log-probabilities over the tokens that these settings keep, but TRL compares them with "
         "log-probabilities over the whole vocabulary. The importance weight of a completion, and its gradient, "

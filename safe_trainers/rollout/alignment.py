@@ -139,9 +139,10 @@ class RolloutAlignment(Feature):
         generation = getattr(self.run.trainer, "vllm_generation", None)
         if generation is not None:
             client = getattr(generation, "vllm_client", None)
-            if client is not None and self._engine_dtype is not None:
-                warning = vllm.check_server(client, self._engine_dtype)
-                if warning is not None:
+            if client is not None:
+                dtype = self._engine_dtype
+                found = vllm.check_server(client, dtype) if dtype is not None else None
+                for warning in filter(None, (found, vllm.check_served_model(client, generation.model))):
                     self.run.warn_once(warning)
             self._wrap_sync(generation)
             vllm_images.forbid_markers(generation)

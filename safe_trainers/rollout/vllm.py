@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import nn
+from transformers import AutoConfig
 
 from ..core.device import Device
 from ..core.dtypes import FLOAT16, FLOAT32, HALVES, SHORT, parse_dtype
@@ -24,6 +26,8 @@ CASCADE_ATTENTION_FIXED = Version("0.11.0")
 """Older releases may compute shared prompts wrongly on GPUs other than Hopper (vLLM issue 22103, fixed by its pull
 request 25537). Later releases turn cascade attention off by default (pull request 36318)."""
 PACKED = "bitsandbytes"
+SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+"""Entries of a text model's config that decide the shapes of its weights."""
 
 
 def sampler_dtype(policy: PrecisionPolicy, inventory: ModelInventory) -> str:
@@ -169,6 +173,39 @@ def check_server(client: Any, dtype: str) -> Problem | None:
     if problems:
         raise PrecisionError(problems)
     return None if served else warn("vllm-server-not-asked", "vllm_mode='server'", dtype=dtype)
+
+
+def check_served_model(client: Any, model: nn.Module) -> Problem | None:
+    """Compares the model of a vLLM server with the trainer's, whose weights the server will load.
+
+    Args:
+        client: TRL's client of the server.
+        model: The policy model, wrapped or not.
+
+    Returns:
+        A warning if the names differ, and the config of the server's model is not on this machine.
+
+    Raises:
+        PrecisionError: If the configs have another architecture, vocabulary or size.
+    """
+    config: Any = getattr(unwrap(model), "config", None)
+    served, own = _server_info(client).get("model_config", {}).get("model"), getattr(config, "_name_or_path", "")
+    if not served or not own or served == own:
+        return None
+    given = f"a vLLM server of {served!r}"
+    try:
+        other = AutoConfig.from_pretrained(served, local_files_only=True)
+    except (OSError, ValueError):  # not on this machine, or a class of the server's own code
+        same = PurePath(served).name == PurePath(own).name
+        return None if same else warn("vllm-server-of-unknown-model", given, served=served, own=own)
+    pairs = {"model_type": (other.model_type, config.model_type)}
+    text, own_text = other.get_text_config(), config.get_text_config()
+    pairs |= {name: (getattr(text, name, None), getattr(own_text, name, None)) for name in SHAPE}
+    for name, (theirs, ours) in pairs.items():
+        if theirs != ours:
+            problem = refuse("vllm-serves-another-model", given, name=name, theirs=theirs, ours=ours, own=own)
+            raise PrecisionError([problem])
+    return None
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "vllm-finds-no-place",
         "vllm-keeps-image-features",
         "vllm-ignores-the-adapter",
+        "vllm-serves-another-model",
         "rollout-cannot-be-corrected",
         "vllm-prepares-prompts-otherwise",
         "vllm-quantises-its-cache",

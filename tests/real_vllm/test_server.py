@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from safe_trainers import PrecisionError
-from safe_trainers.rollout.vllm import check_server, has_float32_head
+from safe_trainers.rollout.vllm import check_served_model, check_server, has_float32_head
 
 
 PROMPTS = [[40, 41, 42, 43], [50, 51, 52]]
@@ -57,6 +57,30 @@ def test_a_server_in_another_dtype_is_refused(plain):
         check_server(plain, "bfloat16")
     assert "a vLLM server that computes in float16" in str(caught.value)
     assert "start the server with `--dtype bfloat16`" in str(caught.value)
+
+
+def test_a_server_of_another_model_is_refused(plain, folders, tmp_path, recwarn):
+    own = AutoModelForCausalLM.from_pretrained(folders["text"])
+    assert check_served_model(plain, own) is None
+    own.config._name_or_path = str(tmp_path / "moved")
+    assert check_served_model(plain, own) is None  # the same config under another name
+    for name, value in (("vocab_size", 7), ("num_hidden_layers", 9), ("model_type", "qwen2")):
+        other = AutoModelForCausalLM.from_pretrained(folders["text"])
+        other.config._name_or_path = "org/other"
+        setattr(other.config, name, value)
+        with pytest.raises(PrecisionError, match="vllm-serves-another-model") as caught:
+            check_served_model(plain, other)
+        assert f"{name}=" in str(caught.value)
+        assert "'org/other'" in str(caught.value)
+
+
+def test_a_server_whose_model_is_unknown_here_is_reported():
+    own = SimpleNamespace(config=SimpleNamespace(_name_or_path="org/own"))
+    served = {"org/other-name": "vllm-server-of-unknown-model", "mirror/own": None, "org/own": None}
+    for name, warned in served.items():
+        client = SimpleNamespace(get_server_info=lambda name=name: {"model_config": {"model": name}})
+        found = check_served_model(client, own)
+        assert (found and found.id) == warned
 
 
 def test_an_fp8_cache_is_refused_and_a_float32_head_is_seen(serve):
