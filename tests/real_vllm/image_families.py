@@ -108,6 +108,16 @@ def save(family: str, folder: Path) -> Path:
     return folder
 
 
+def sharpen_head(model: Any) -> torch.Tensor:
+    """Makes the distributions of a random model less uniform, and frees one component of its head's weight."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        embeddings[:, 0] = 2.0  # a component that the final norm keeps positive
+        head *= 5  # to a random model all prompts are alike
+        head[:, 0] = 0.0
+    return head
+
+
 def never_sample_markers(folder: Path, tokenizer: Any) -> None:
     """Gives a saved model weights with which marker tokens have no probability: scoring fails on a sampled one.
 
@@ -115,10 +125,7 @@ def never_sample_markers(folder: Path, tokenizer: Any) -> None:
     """
     model = AutoModelForImageTextToText.from_pretrained(folder)
     markers = sorted(tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id})
+    head = sharpen_head(model)
     with torch.no_grad():
-        embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        embeddings[:, 0] = 2.0  # a component that the final norm keeps positive
-        head *= 5  # a random model is almost uniform, and all prompts alike to it
-        head[:, 0] = 0.0
         head[markers, 0] = -60.0
     model.save_pretrained(folder)
