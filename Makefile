@@ -104,6 +104,7 @@ bench-growth: setup ## measure time and memory up to 1e5 tensors and 1e3 images:
 
 bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by family, kind and precision (40 minutes)
 	@$(VLLM)/bin/python benchmarks/sampler.py
+	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
 bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth evidence ## run all benchmarks and write their pages
 

