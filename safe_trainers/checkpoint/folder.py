@@ -28,6 +28,7 @@ MARKER = "safe_trainers_checkpoint.json"
 """Name of the marker file: format, step, whether the checkpoint is complete, and the size of each file in bytes."""
 FORMAT = 1
 INTERRUPTED = "saving was interrupted"
+NOT_FINITE = "some trained weights are not finite"
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _REPLACED = "_replaced-"
@@ -92,7 +93,7 @@ def inspect_checkpoint(folder: Path) -> Checkpoint:
         if content["format"] is True or content["format"] != FORMAT:
             raise ValueError(f"unknown format {content['format']!r}")
         if content["complete"] is not True:
-            return Checkpoint(folder, True, (INTERRUPTED,))
+            return Checkpoint(folder, True, (str(content.get("fault", INTERRUPTED)),))
         files = _files_of(content)
     except (ValueError, KeyError, OSError) as error:
         return Checkpoint(folder, True, (f"{MARKER} is corrupt: {type(error).__name__}: {error}",))
@@ -136,13 +137,17 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish_checkpoint(folder: Path, step: int) -> None:
+def finish_checkpoint(folder: Path, step: int, fault: str | None = None) -> None:
     """Marks a checkpoint as complete after all its files have been written.
 
     Args:
         folder: The folder.
         step: The optimizer step of the checkpoint.
+        fault: Why no run should resume from it; the checkpoint then counts as incomplete.
     """
+    if fault is not None:
+        _write_marker(folder, {"format": FORMAT, "complete": False, "step": step, "fault": fault})
+        return
     _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, "files": _written(folder)})
     remove(folder.with_name(_REPLACED + folder.name))
 
@@ -155,7 +160,10 @@ def renew_marker(folder: Path, step: int) -> None:
         step: The optimizer step of the checkpoint.
     """
     try:
-        listed = _files_of(read_json(folder / MARKER))
+        content = read_json(folder / MARKER)
+        if "fault" in content:
+            return
+        listed = _files_of(content)
     except (ValueError, OSError) as error:
         logger.warning("%s of %s was changed and cannot be read: %s", MARKER, folder, error)
         return
@@ -277,10 +285,10 @@ def restore_replaced(output_dir: Path, name: str = "*") -> None:
         if name not in ("*", folder.name):
             continue
         new = inspect_checkpoint(folder) if os.path.lexists(folder) else None
-        if new is not None and not new.remains:
+        if new is not None and not new.remains and new.faults != (NOT_FINITE,):
             remove(replaced)
             continue
-        logger.warning("restoring %s, because saving its replacement was interrupted", folder.name)
+        logger.warning("restoring %s, because its replacement is not complete", folder.name)
         remove(folder)
         os.replace(replaced, folder)
 

@@ -15,14 +15,15 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, trainer_utils
 
 from ..core.dtypes import from_torch, join_dtypes, parse_dtype
-from ..core.errors import CheckpointError, raise_if
+from ..core.errors import CheckpointError, raise_if, warn
 from ..core.feature import Run
 from ..core.files import set_config_dtype
-from ..model.parts import adapter_parameters
+from ..model.parts import adapter_parameters, local_shard
 from ..weights.cast import apply_casts
 from ..weights.trainables import another_base
 from .adapters import misfit, saved_base
 from .folder import (
+    NOT_FINITE,
     begin_checkpoint,
     checkpoints_in,
     choose_checkpoint,
@@ -97,13 +98,23 @@ class ExactCheckpoints:
         if not self.args.save_only_model:
             self._trainer_state.save(folder)
         self.accelerator.wait_for_everyone()
+        fault = None if self._has_finite_weights() else NOT_FINITE
+        if fault is not None:
+            self._run.warn_once(warn("checkpoint-not-finite", folder.name))
         if self.args.should_save:
-            finish_checkpoint(folder, self.state.global_step)
+            finish_checkpoint(folder, self.state.global_step, fault)
         if self._push is not None:
             super()._push_from_checkpoint(self._push)  # type: ignore[misc]
         self._written = run_dir, folder
         if not self._saves_later:
             self._finish_save(run_dir, folder)
+
+    def _has_finite_weights(self) -> bool:
+        """Whether the trained weights are finite on every process."""
+        trained = (getattr(p, "ds_tensor", p) for p in self.model.parameters() if p.requires_grad)  # ZeRO-3 shards it
+        flags = [local_shard(weight).isfinite().all().to(self.accelerator.device) for weight in trained]
+        finite = torch.stack(flags).all() if flags else torch.tensor(True, device=self.accelerator.device)
+        return bool(self.accelerator.gather(finite.reshape(1)).all())
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Finishes a save after the callbacks of `on_save`, which may rewrite files."""
@@ -221,6 +232,8 @@ class ExactCheckpoints:
         """Restores the trainer's state; transformers calls this once, before the first step after a resume."""
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         self._trainer_state.restore(checkpoint)
+        if checkpoint is not None and not self._has_finite_weights():
+            self._run.warn_once(warn("resumes-weights-not-finite", f"resume_from_checkpoint={str(checkpoint)!r}"))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs one step; after a resume, the first step also returns the losses since the last log."""

@@ -114,6 +114,23 @@ WARNINGS = index(
         "generate with the model's own `generate`, `use_vllm=False`",
     ),
     Finding(
+        "checkpoint-not-finite",
+        "some trained weights are inf or NaN, so this checkpoint does not count as complete, and "
+        "`resume_from_checkpoint=True` takes an older one.",
+        "stop the run and resume from the last complete checkpoint",
+    ),
+    Finding(
+        "resumes-weights-not-finite",
+        "some trained weights of this checkpoint are inf or NaN, so every step will be skipped.",
+        "resume from an older checkpoint",
+    ),
+    Finding(
+        "step-skipped",
+        "applying its gradients would make every weight NaN, so this step changes no weight. "
+        "`precision/skipped_steps` counts such steps; the run stops after `max_consecutive_skips` in a row.",
+        "look for inf or NaN in the batch of this step",
+    ),
+    Finding(
         "adapters-are-merged",
         "vLLM gets all weights with the adapters merged: {reason}.",
         "drop `adapter_sync='native'`, which changes nothing here",

@@ -58,6 +58,10 @@ PATCHES: Mapping[str, Patch] = {
         "the trainer's VLLMGeneration", ("generate",), LIFETIME,
         "TRL discards the prompt ids that vLLM returns",
     ),
+    "gradient-norm": Patch(
+        "the trainer's accelerator", ("clip_grad_norm_",), LIFETIME,
+        "transformers passes the gradient norm to no hook before the optimizer's step",
+    ),
     "native-adapter": Patch(
         "the engine", ("generate",), LIFETIME, "TRL passes no adapter to the engine",
     ),

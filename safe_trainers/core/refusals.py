@@ -69,6 +69,12 @@ REFUSALS = index(
         "return a finite number from {function}, or None if the function does not apply",
     ),
     Finding(
+        "rewards-overflow",
+        "TRL divides by the standard deviation of a group, whose squares overflow float32 above 1.8e19: every "
+        "advantage of the group would be 0 or NaN.",
+        "return rewards of a smaller size, such as between -1 and 1",
+    ),
+    Finding(
         "reward-weights-not-finite",
         "TRL adds the weighted rewards with `nansum`: a reward function with the weight NaN is ignored, and one with "
         "an infinite weight outweighs all others.",
@@ -117,6 +123,17 @@ REFUSALS = index(
         "optimizer-steps-skipped",
         "gradients that contain inf or NaN cannot be applied. The loss scale fell from {began} to {now} over these "
         "steps, and no weight changed.",
+        "{fix}",
+    ),
+    Finding(
+        "gradients-not-finite",
+        "the norm of their gradients is inf or NaN. Such gradients make every weight NaN.",
+        "look for inf or NaN in the data and in the initial weights; `torch.autograd.set_detect_anomaly(True)` shows "
+        "the operation that makes them",
+    ),
+    Finding(
+        "no-step-taken",
+        "all of them were skipped, because the gradients were not finite: no weight has changed.",
         "{fix}",
     ),
     Finding(

@@ -34,6 +34,15 @@ class ModelParts:
     towers: dict[str, nn.Module]
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a tensor that this rank holds.
+
+    Args:
+        tensor: A tensor, distributed (`DTensor`) or not.
+    """
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Returns the transformers model inside DDP, `torch.compile` and PEFT wrappers.
 

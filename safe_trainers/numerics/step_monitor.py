@@ -1,6 +1,7 @@
 """Counts skipped optimizer steps, and logs metrics of the steps that were taken.
 
-Under fp16 a step whose gradients are not finite is skipped, and the loss scale decreases (see `LossScaleWatch`).
+A step whose gradients are not finite is skipped. Under fp16 the loss scale then decreases (see `LossScaleWatch`). In
+other precisions the gradient norm decides (see `GradientNorm`), and the first skipped step causes a warning.
 
 | metric | formula | unit |
 |---|---|---|
@@ -12,9 +13,9 @@ Under fp16 a step whose gradients are not finite is skipped, and the loss scale 
 | `precision/update_lost_frac` | unchanged sampled weights with nonzero gradient / all with nonzero gradient | share |
 | `precision/stalled_params` | parameters without a sampled element that changed between two samplings | parameters |
 
-The first three are logged if the loss is scaled. They count from the start of the run, including resumed parts. The
-others cover the steps since the last log, and are absent without data. Steps after the last log of a loss are in the
-log at the end of training.
+The first is logged if the loss is scaled, and the next two also if a step was skipped. They count from the start of
+the run, including resumed parts. The others cover the steps since the last log, and are absent without data. Steps
+after the last log of a loss are in the log at the end of training.
 
 The sample has about 4,096 elements, at least 8 of each parameter, and does not change. Each element is weighted by the
 share of its parameter that it represents. It is read every fifth step that is taken with a learning rate above 0.
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import PrecisionError, Problem, refuse
+from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..core.feature import Feature, Run
 from ..model.parts import unwrap
 from ..policy.settings import SMALLEST_SCALE
@@ -91,10 +92,27 @@ class StepMonitor(Feature):
             self._looked_at = self.taken
         self.taken += not skipped
         self.unlogged += 1
+        if skipped and self.run.loss_scale.scaler is None and not self.run.trainer.is_deepspeed_enabled:
+            self.run.warn_once(warn("step-skipped", f"the gradient norm of step {self.run.step + 1} is not finite"))
         limit = self.run.settings.max_consecutive_skips
         # A scale that is too small would make the next step NaN.
         if skipped and (self.run.skipped_in_a_row >= limit or self._loss_scale < SMALLEST_SCALE):
             raise PrecisionError([self._too_many()])
+
+    def on_train_end(self) -> None:
+        """Raises `PrecisionError` if every step of the run was skipped."""
+        self._settle()
+        if self.skipped and not self.taken:
+            scaled = not math.isnan(self._loss_scale)
+            fix = f"`loss_scale_init={self._loss_scale:g}`, or more steps" if scaled else (
+                "look for inf or NaN in the data and in the initial weights"
+            )  # fmt: skip
+            raise PrecisionError([refuse("no-step-taken", f"a run of {self.skipped} optimizer steps", fix=fix)])
+
+    def _settle(self) -> None:
+        """Counts the last step as skipped if the optimizer skipped it, and its flag was not read before."""
+        if self.run.gradient_norm.read_late():
+            self.skipped, self.taken = self.skipped + 1, self.taken - 1
 
     def _sampled(self) -> UpdateSample:
         if self._sample is None:
@@ -105,10 +123,13 @@ class StepMonitor(Feature):
 
     def _too_many(self) -> Problem:
         began, now, step = self._row_began_at, self._loss_scale, self.run.step + 1
+        given = f"{self.run.skipped_in_a_row} optimizer steps in a row, up to step {step}, were skipped"
+        if math.isnan(now):
+            return refuse("gradients-not-finite", given)
         can_decrease = now >= 1.0
         return refuse(
             "optimizer-steps-skipped",
-            f"{self.run.skipped_in_a_row} optimizer steps in a row, up to step {step}, were skipped",
+            given,
             began=f"{began:g}",
             now=f"{now:g}",
             fix=f"`loss_scale_init={min(now, began):g}`, or `bf16=True`"
@@ -122,12 +143,20 @@ class StepMonitor(Feature):
     def on_grad_norm(self, norm: Any) -> None:
         """Keeps the gradient norm of a step, without reading it from the device."""
         step = self.run.step
+        if norm is not None and self._engine_applied(norm):
+            given = f"the gradient norm of step {step} is {float(norm)}"
+            raise PrecisionError([refuse("gradients-not-finite", given)])
         if norm is None or step == self._norm_step or not self.run.settings.precision_metrics:
             return  # transformers passes the last norm again at the end of an epoch
         self._norm_step = step
         self._norms.append(torch.as_tensor(norm).detach())
         if len(self._norms) >= _NORMS:
             self._sum_norms()
+
+    def _engine_applied(self, norm: Any) -> bool:
+        """Whether DeepSpeed applied gradients that are not finite: without fp16 it checks nothing."""
+        engine = self.run.trainer.is_deepspeed_enabled and not self.run.args.fp16
+        return engine and not math.isfinite(norm)
 
     def _sum_norms(self) -> None:
         if self._norms:
@@ -147,7 +176,7 @@ class StepMonitor(Feature):
         scales = self.run.loss_scale.scaler is not None
         if scales:
             found["loss_scale"] = self._loss_scale
-        if scales or (self.run.args.fp16 and self.run.trainer.is_deepspeed_enabled):
+        if scales or self.skipped or (self.run.args.fp16 and self.run.trainer.is_deepspeed_enabled):
             found |= {"skipped_steps": float(self.skipped), "effective_steps": float(self.taken)}
         self._sum_norms()
         if self._norm_count:
@@ -173,6 +202,7 @@ class StepMonitor(Feature):
     def state_dict(self) -> dict[str, Any]:
         """The counts and the sample."""
         self._sum_norms()
+        self._settle()
         sample = self._sample_state if self._sample is None else self._sample.state()
         own = {name: getattr(self, name) for name in self._PLAIN}
         return {**own, "in_a_row": self.run.skipped_in_a_row, "sample": sample}

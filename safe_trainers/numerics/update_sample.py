@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.parts import local_shard
+
 
 SAMPLE = 4096
 """Number of sampled elements, distributed over the parameters by size."""
@@ -42,7 +44,7 @@ class UpdateSample:
         left_out = set(sparse)
         dense = [id(parameter) not in left_out for parameter in self._parameters]
         self._dense = torch.tensor(dense, dtype=torch.bool)  # (P,); P is 0 under DeepSpeed
-        self._sizes = [_local(parameter).numel() for parameter in self._parameters]
+        self._sizes = [local_shard(parameter).numel() for parameter in self._parameters]
         self._places = _draw(self._parameters, self._sizes, size)
         self._drawn = torch.tensor([len(places) for places in self._places], dtype=torch.int64)  # (P,)
         self._count = int(self._drawn.sum())  # S
@@ -68,7 +70,7 @@ class UpdateSample:
         stepped = torch.tensor([rates[number] > 0 for number in self._group_of], dtype=torch.bool)  # (P,)
         gradients = [_gradient(parameter) for parameter in self._parameters]
         known = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.bool)  # (P,)
-        if not (stepped & known).any() or [_local(p).numel() for p in self._parameters] != self._sizes:
+        if not (stepped & known).any() or [local_shard(p).numel() for p in self._parameters] != self._sizes:
             return
         flags = torch.stack([known, stepped], dim=1).to(self._repeats.device)  # (P, 2)
         self._before = (self._read(self._parameters), self._read(gradients), flags)
@@ -152,15 +154,10 @@ class UpdateSample:
         parts = [
             places.new_zeros(len(places), dtype=torch.float32)
             if tensor is None
-            else _local(tensor).reshape(-1)[places].to(device)
+            else local_shard(tensor).reshape(-1)[places].to(device)
             for tensor, places in zip(tensors, self._places, strict=True)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, device=device)  # (S,), in the widest dtype
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor on this rank."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -183,5 +180,5 @@ def _draw(parameters: Sequence[nn.Parameter], sizes: Sequence[int], size: int) -
         else:  # avoids a list of all positions; few are drawn twice
             drawn = torch.randint(count, (wanted,), generator=generator).unique()
         narrow = torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64  # kept for the whole run
-        places.append(drawn.to(_local(parameter).device, narrow))
+        places.append(drawn.to(local_shard(parameter).device, narrow))
     return places

@@ -189,6 +189,7 @@ class MismatchMeter(Feature):
             found = [(name, int(n)) for name, n in zip(names, infinite.sum(0).tolist(), strict=True) if n]
             given = ", ".join(f"{n} of {len(rewards)} rewards of {name} are infinite" for name, n in found)
             raise PrecisionError([refuse("infinite-rewards", given, function=found[0][0])])
+        self._check_spread(rewards)
         if self.run.settings.precision_metrics:
             missing = rewards.isnan().cpu()
             columns = {"": missing.all(1)}
@@ -197,6 +198,21 @@ class MismatchMeter(Feature):
             for name, column in columns.items():  # one value per completion, so that TRL's mean weighs them equally
                 self.run.log_metric(f"precision/unrewarded_frac{name}", column.double().tolist())
         return rewards
+
+    def _check_spread(self, rewards: torch.Tensor) -> None:
+        """Refuses rewards whose standard deviation overflows float32, if TRL divides by it."""
+        trainer: Any = self.run.trainer
+        scale = getattr(trainer, "scale_rewards", "none")
+        if scale in ("none", False):
+            return
+        total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(1)
+        size = (
+            trainer.num_generations if scale != "batch" and len(total) % trainer.num_generations == 0 else len(total)
+        )
+        groups = total.view(-1, size)
+        if not (groups - groups.mean(1, keepdim=True)).square().sum(1).isfinite().all():
+            given = f"rewards up to {total.abs().max().item():.3g} in a group"
+            raise PrecisionError([refuse("rewards-overflow", given)])
 
     def around_evaluation(self, call: Callable[[], Any]) -> Any:
         """Evaluates, and gathers the tallies of all ranks."""

@@ -23,6 +23,7 @@ from ..model.inventory import ModelInventory, take_inventory
 from ..model.parts import find_parts
 from ..model.trial_forward import trial_error
 from ..numerics import loss_scale
+from ..numerics.gradient_norm import GradientNorm
 from ..policy import distributed
 from ..policy.resolve import FLAG_OF, resolve
 from ..policy.settings import PrecisionSettings
@@ -105,6 +106,7 @@ class PrecisionBase(Trainer):
         super().create_accelerator_and_postprocess()
         self._run.engine = distributed.configure(self.accelerator)
         self._run.loss_scale = loss_scale.LossScaleWatch(self.accelerator)
+        self._run.gradient_norm = GradientNorm(self.accelerator)
         if self.accelerator.scaler is not None:
             loss_scale.configure(self.accelerator.scaler, self.args)
 

@@ -256,9 +256,11 @@ class _Events(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.loss_scale.before_step()
+        self._run.gradient_norm.before_step()
         self._run.tell("before_step")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        skipped = self._run.loss_scale.after_step()
+        late = self._run.gradient_norm.after_step()
+        skipped = self._run.loss_scale.after_step() or late
         self._run.skipped_in_a_row = self._run.skipped_in_a_row + 1 if skipped else 0
         self._run.tell("after_step", skipped)

@@ -283,7 +283,7 @@ def test_stock_rollouts_are_seen_to_differ(family, lora):
 @pytest.mark.parametrize("cell", [Cell("text", "grpo", "fp16", "fp16"), Cell("llava", "rloo", "fp32", "fp16", True)],
                          ids=str)  # fmt: skip
 def test_real_fp16(cell):
-    trainer = train(cell, fp16_on_cpu(cells.SAFE[cell.task]), max_completion_length=16)
+    trainer = train(cell, fp16_on_cpu(cells.SAFE[cell.task]), max_completion_length=16, loss_scale_init=64.0)
     assert trainer.accelerator.scaler is not None
     for entry in logged(trainer):
         assert set(ours(entry)) >= ALL

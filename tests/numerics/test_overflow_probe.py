@@ -416,7 +416,7 @@ def suggested_in(message):
 
 def test_an_overflow_that_is_clamped_is_warned_of_and_the_run_goes_on():
     model = text(**BY_CONSTRUCTION["a layer"][0])
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output.nan_to_num(0.0, 1.0, -1.0))
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output.detach().nan_to_num(0, 1, -1))
     trainer = build("sft", model)
     (message,) = warned(trainer)
     assert "`model.layers.1.mlp.down_proj` returns inf, in the loss after step 0" in message

@@ -1,0 +1,95 @@
+"""Skips optimizer steps whose gradient norm is not finite, in runs whose loss is not scaled.
+
+Without a loss scaler nothing checks the gradients: one NaN makes every weight NaN, because gradients are clipped by
+their norm. The norm that the trainer computes for clipping is checked here before the step. An optimizer that takes
+`found_inf` (fused AdamW) skips the step on the device, and the result is read one step later: the host does not
+wait. For other optimizers the gradients are removed, and the optimizer then changes neither a weight nor its state.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.patches import replace
+
+
+class GradientNorm:
+    """Keeps the gradient norm of each step, and skips the step if it is not finite.
+
+    Args:
+        accelerator: The trainer's accelerator, whose `clip_grad_norm_` is replaced.
+        deferred: Whether an optimizer that takes `found_inf` skips by itself; by default on CUDA devices only.
+    """
+
+    def __init__(self, accelerator: Any, deferred: bool | None = None) -> None:
+        self._accelerator = accelerator
+        self._deferred = accelerator.device.type == "cuda" if deferred is None else deferred
+        self._norm: Any = None
+        self._pending: Callable[[], bool] | None = None  # reads whether the last step was skipped on the device
+        self._late = False
+        clip = accelerator.clip_grad_norm_
+
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            self._norm = clip(*args, **kwargs)
+            return self._norm
+
+        replace("gradient-norm", accelerator, "clip_grad_norm_", clip_grad_norm_)
+
+    def before_step(self) -> None:
+        """Arranges that the step is skipped if the norm is not finite; does nothing if the loss is scaled."""
+        self._late = self.read_late()
+        norm, self._norm = self._norm, None
+        scaler = self._accelerator.scaler
+        if (scaler is not None and scaler.is_enabled()) or not self._accelerator._optimizers or self._has_engine():
+            return
+        if norm is None:  # the run does not clip, and this release of transformers computes no norm
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
+        norm = torch.as_tensor(norm)
+        unusable = ~(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).detach().isfinite()
+        optimizers = [wrapped.optimizer for wrapped in self._accelerator._optimizers]
+        if self._deferred and all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers):
+            for optimizer in optimizers:
+                optimizer.found_inf = unusable.float()
+            self._pending = _read_later(unusable)
+            return
+        skipped = bool(unusable)
+        for wrapped in self._accelerator._optimizers:
+            wrapped._is_overflow = skipped  # then the learning-rate schedule does not advance
+            if skipped:
+                wrapped.optimizer.zero_grad(set_to_none=True)
+
+    def after_step(self) -> bool:
+        """Returns whether the step before this one was skipped on the device."""
+        if self._pending is not None:
+            for wrapped in self._accelerator._optimizers:
+                del wrapped.optimizer.found_inf
+        return self._late
+
+    def read_late(self) -> bool:
+        """Returns whether the last step was skipped on the device, if that was not read before."""
+        pending, self._pending = self._pending, None
+        return pending is not None and pending()
+
+    def _has_engine(self) -> bool:
+        return getattr(self._accelerator.state, "deepspeed_plugin", None) is not None
+
+    def _parameters(self) -> list[torch.Tensor]:
+        groups = (group for wrapped in self._accelerator._optimizers for group in wrapped.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+
+def _read_later(flag: torch.Tensor) -> Callable[[], bool]:
+    """Begins to copy a flag to the host, and returns a function that waits for the copy and returns the flag."""
+    if flag.device.type != "cuda":
+        return lambda: bool(flag)
+    copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+    copy.copy_(flag, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> bool:
+        copied.synchronize()
+        return bool(copy)
+
+    return read

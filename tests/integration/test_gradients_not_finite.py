@@ -1,0 +1,244 @@
+"""One value that is not finite costs one step, and never a weight; stock makes every weight NaN."""
+
+import math
+import warnings
+from functools import partial
+
+import cells
+import pytest
+import torch
+from cells import Cell
+from policing import reset_accelerate
+from transformers import TrainerCallback
+
+from safe_trainers import CheckpointError, PrecisionError, PrecisionWarning
+from safe_trainers.checkpoint.folder import NOT_FINITE, checkpoints_in
+from safe_trainers.numerics.gradient_norm import GradientNorm
+from safe_trainers.testing import fp16_on_cpu
+
+
+STEPS = 4
+TASKS = ("sft", "grpo", "rloo", "reward")
+FLAGS = (None, "bf16")
+
+
+def build(task="sft", flag=None, safe=True, trainer_class=None, **changes):
+    reset_accelerate()
+    torch.manual_seed(0)
+    config = cells.SAFE_CONFIG[task] if safe else cells.PLAIN[task]
+    made = cells.arguments(Cell("text", task, "fp32", flag), config, **{"steps": STEPS, **changes})
+    return (trainer_class or (cells.SAFE if safe else cells.STOCK)[task])(**made)
+
+
+def spoil_gradient(trainer, steps, value=math.nan):
+    """Puts a value into one element of one gradient, in these steps."""
+    seen = [0]
+
+    def hook(gradient):
+        step, seen[0] = seen[0], seen[0] + 1
+        if step not in steps:
+            return gradient
+        spoiled = gradient.clone()
+        spoiled.view(-1)[0] = value
+        return spoiled
+
+    next(p for p in trainer.model.parameters() if p.dim() == 2 and p.requires_grad).register_hook(hook)
+
+
+def spoil_output(module, trainer, steps, value, elements):
+    def hook(_, args, output):
+        if trainer.state.global_step not in steps or not torch.is_grad_enabled():
+            return output
+        spoiled = output.clone()
+        spoiled[elements] = value
+        return spoiled
+
+    module.register_forward_hook(hook)
+
+
+def spoil_embedding(trainer, steps, value=math.nan):
+    """Puts a value into one activation of each loss, in these steps, as from a damaged image."""
+    spoil_output(trainer.model.get_input_embeddings(), trainer, steps, value, (0, 0, 0))
+
+
+def spoil_logits(trainer, steps, value=math.nan):
+    """Puts a value into one input of each logit, in these steps."""
+    spoil_output(trainer.model.model.norm, trainer, steps, value, (..., 0))
+
+
+def finite(model):
+    return all(p.isfinite().all() for p in model.parameters())
+
+
+def last(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry][-1]
+
+
+@pytest.mark.parametrize("spoil", [spoil_gradient, spoil_logits, spoil_embedding])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_step_is_skipped_and_counted(task, flag, value, spoil):
+    trainer = build(task, flag)
+    spoil(trainer, {1}, value)
+    with pytest.warns(PrecisionWarning, match="step-skipped") as caught:
+        trainer.train()
+    assert finite(trainer.model)
+    assert last(trainer, "precision/skipped_steps") == 1
+    assert last(trainer, "precision/effective_steps") == STEPS - 1
+    assert any("the gradient norm of step 2 is not finite" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("task", ["sft", "reward"])
+def test_stock_makes_every_weight_nan(task):
+    trainer = build(task, safe=False)
+    spoil_gradient(trainer, {1})
+    trainer.train()
+    assert not any(p.isfinite().all() for p in trainer.model.parameters() if p.requires_grad)
+    assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1] == 0.0
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_bnb_8bit"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_skipped_step_leaves_weights_optimizer_and_schedule_as_they_are(optim, max_grad_norm):
+    class Watch(TrainerCallback):
+        weights = states = ()
+
+        def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+            self.weights = (*self.weights, cells.fingerprint(model))
+            held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+            self.states = (*self.states, [value.clone() for value in held])
+
+    trainer, watch = build(optim=optim, max_grad_norm=max_grad_norm, steps=3), Watch()
+    trainer.add_callback(watch)
+    spoil_gradient(trainer, {1})
+    with pytest.warns(PrecisionWarning, match="step-skipped"):
+        trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 * 2 / 3])
+    assert watch.weights[0] == watch.weights[1] != watch.weights[2]
+    assert all(map(torch.equal, watch.states[0], watch.states[1]))
+
+
+def test_too_many_in_a_row_end_the_run():
+    trainer = build(max_consecutive_skips=2)
+    spoil_gradient(trainer, range(99))
+    with pytest.warns(PrecisionWarning), pytest.raises(PrecisionError, match="gradients-not-finite") as caught:
+        trainer.train()
+    assert "2 optimizer steps in a row, up to step 2, were skipped" in str(caught.value)
+    assert finite(trainer.model)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_run_without_a_step_is_an_error(flag):
+    trainer = build(flag=flag)
+    spoil_gradient(trainer, range(99))
+    with pytest.warns(PrecisionWarning), pytest.raises(PrecisionError, match="no-step-taken") as caught:
+        trainer.train()
+    assert f"a run of {STEPS} optimizer steps" in str(caught.value)
+
+
+def test_a_run_without_a_step_is_an_error_in_fp16():
+    trainer = build(flag="fp16", trainer_class=fp16_on_cpu(cells.SAFE["sft"]))
+    spoil_gradient(trainer, range(99))
+    with pytest.raises(PrecisionError, match="no-step-taken") as caught:
+        trainer.train()
+    assert f"`loss_scale_init={2.0 ** (16 - STEPS):g}`" in str(caught.value)
+
+
+def test_runs_without_such_a_gradient_are_bit_identical_to_stock():
+    prints = []
+    for safe in (True, False):
+        trainer = build(safe=safe)
+        trainer.train()
+        prints.append(cells.fingerprint(trainer.model))
+    assert prints[0] == prints[1]
+
+
+# ---- Skipped on the device ----
+
+
+@pytest.fixture
+def deferred(monkeypatch):
+    """Builds trainers whose fused optimizer skips by itself, as on CUDA devices."""
+    monkeypatch.setattr("safe_trainers.trainer.base.GradientNorm", partial(GradientNorm, deferred=True))
+    return partial(build, optim="adamw_torch_fused")
+
+
+@pytest.mark.parametrize("steps", [{1}, {0, 2}, {STEPS - 1}, {1, 2}])
+def test_a_fused_optimizer_skips_by_itself(steps, deferred):
+    trainer = deferred()
+    spoil_gradient(trainer, steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        trainer.train()
+    assert finite(trainer.model)
+    if STEPS - 1 not in steps:  # the flag of a step is read one step later
+        assert last(trainer, "precision/skipped_steps") == len(steps)
+    assert not hasattr(trainer.optimizer.optimizer, "found_inf")
+
+
+def test_a_fused_optimizer_that_skips_every_step_ends_the_run(deferred):
+    trainer = deferred(max_consecutive_skips=2)
+    spoil_gradient(trainer, range(99))
+    with pytest.warns(PrecisionWarning), pytest.raises(PrecisionError, match="gradients-not-finite"):
+        trainer.train()
+    assert trainer.state.global_step == 2  # the flag of a step is read one step later
+    assert finite(trainer.model)
+
+
+# ---- Checkpoints ----
+
+
+def spoil_weight(trainer):
+    with torch.no_grad():
+        next(p for p in trainer.model.parameters() if p.requires_grad).view(-1)[0] = math.nan
+
+
+def test_a_checkpoint_with_nan_is_not_complete(tmp_path):
+    class Spoiled(cells.SAFE["sft"]):
+        def _save_checkpoint(self, *args, **kwargs):
+            if self.state.global_step == 2:
+                spoil_weight(self)
+            super()._save_checkpoint(*args, **kwargs)
+
+    saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    trainer = build(trainer_class=Spoiled, steps=2, **saving)
+    with pytest.warns(PrecisionWarning, match="checkpoint-not-finite"):
+        trainer.train()
+    second, first = checkpoints_in(tmp_path)
+    assert first.complete
+    assert second.faults == (NOT_FINITE,)
+    with pytest.raises(CheckpointError, match="some trained weights are not finite"):
+        build(**saving).train(resume_from_checkpoint=str(second.path))
+    again = build(**saving, steps=3)
+    again.train(resume_from_checkpoint=True)
+    assert finite(again.model)
+    assert [checkpoint.complete for checkpoint in checkpoints_in(tmp_path)] == [True] * 3
+
+
+def test_resuming_nan_of_a_stock_run_is_reported(tmp_path):
+    saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
+    stock = build(safe=False, **saving, steps=2)
+    spoil_gradient(stock, {1})
+    stock.train()
+    trainer = build(**saving, steps=3)
+    with pytest.warns(PrecisionWarning, match="resumes-weights-not-finite"), pytest.raises(PrecisionError):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+# ---- Rewards ----
+
+
+@pytest.mark.parametrize(("task", "finding"), [("grpo", "rewards-overflow"), ("rloo", "no-step-taken")])
+def test_rewards_whose_spread_overflows_end_the_run(task, finding):
+    def huge(completion_ids, **kwargs):
+        return [3e38 * (number % 2) for number in range(len(completion_ids))]
+
+    reset_accelerate()
+    made = cells.arguments(Cell("text", task, "fp32", None), cells.SAFE_CONFIG[task])
+    trainer = cells.SAFE[task](**made | {"reward_funcs": huge})
+    with pytest.raises(PrecisionError, match=finding) as caught:
+        trainer.train()
+    assert task == "rloo" or "rewards up to 3e+38 in a group" in str(caught.value)
+    assert finite(trainer.model)
