@@ -121,25 +121,38 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     Returns:
         The value with cast tensors; the same object if nothing had to be cast.
     """
+    return map_floating(lambda tensor: tensor.to(dtype), value)
+
+
+def map_floating(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Applies a function to the floating-point tensors of a nested value, without modifying the value.
+
+    Args:
+        function: Returns the new tensor, or the same one.
+        value: As in `cast_floating`.
+
+    Returns:
+        The value with new tensors; the same object if the function returned the same tensors.
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return function(value) if value.is_floating_point() else value
     if type(value) is dict:
-        cast = {key: cast_floating(item, dtype) for key, item in value.items()}
-        return value if all(cast[key] is value[key] for key in value) else cast
+        mapped = {key: map_floating(function, item) for key, item in value.items()}
+        return value if all(mapped[key] is value[key] for key in value) else mapped
     if isinstance(value, Mapping):
-        return _cast_output(value, dtype)
+        return _map_output(function, value)
     if isinstance(value, (list, tuple)):
-        items = [cast_floating(item, dtype) for item in value]
+        items = [map_floating(function, item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-def _cast_output(output: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Any]:
-    """Applies `cast_floating` to a mapping, which may be a `ModelOutput` with additional attributes."""
+def _map_output(function: Callable[[torch.Tensor], torch.Tensor], output: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Applies `map_floating` to a mapping, which may be a `ModelOutput` with additional attributes."""
     entries: dict[str, Any] = {**dict(output), **getattr(output, "__dict__", {})}
-    changed = {name: new for name, old in entries.items() if (new := cast_floating(old, dtype)) is not old}
+    changed = {name: new for name, old in entries.items() if (new := map_floating(function, old)) is not old}
     if not changed:
         return output
     copied: Any = copy.copy(output)

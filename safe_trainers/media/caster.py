@@ -1,7 +1,8 @@
 """Casts media tensors early to the dtype of the tower that consumes them, which halves bandwidth and memory.
 
-The hooks of `boundaries` cast media inside the model anyway. An early cast only saves resources, and is done only
-after the first batch has shown that the tower's output is bit-identical either way.
+The hooks of `boundaries` cast media inside the model anyway. An early cast only saves resources, and is done only if
+the tower's output is bit-identical either way. The tower is asked once, with random values in the shape of the first
+batch: the batch's own values may be numbers that the narrower dtype holds exactly, such as those of white images.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..boundaries.cast_hooks import cast_floating
+from ..boundaries.cast_hooks import cast_floating, map_floating
 from ..core.dtypes import from_torch, to_torch
 from ..core.errors import PrecisionError, refuse
 from ..model.inventory import first_dtype
@@ -89,7 +90,6 @@ class MediaCaster:
         self._contexts = contexts
         self._sharded = sharded
         self._engine = engine
-        self._dtypes: dict[str, torch.dtype | None] = {}
         self.decisions: dict[str, MediaDecision] = {}
 
     def media(self, batch: Mapping[str, Any]) -> list[str]:
@@ -114,7 +114,6 @@ class MediaCaster:
         """
         for key in self.undecided(batch):
             dtype, reason = self._decide(key, batch)
-            self._dtypes[key] = dtype
             self.decisions[key] = MediaDecision(key, None if dtype is None else from_torch(dtype), reason)
 
     def cast(self, key: str, value: Any) -> Any:
@@ -127,8 +126,8 @@ class MediaCaster:
         Returns:
             The value in the decided dtype.
         """
-        dtype = self._dtypes.get(key)
-        return value if dtype is None else cast_floating(value, dtype)
+        decision = self.decisions.get(key)
+        return value if decision is None or decision.dtype is None else cast_floating(value, to_torch(decision.dtype))
 
     def _decide(self, key: str, batch: Mapping[str, Any]) -> tuple[torch.dtype | None, str]:
         if self._sharded is not None:
@@ -168,7 +167,7 @@ class MediaCaster:
         self, model: nn.Module, features: Callable[..., Any], key: str, batch: Mapping[str, Any], context: Context
     ) -> tuple[torch.dtype | None, str]:
         inputs = _accepted(features, batch)
-        tensor = inputs[key]
+        tensor = inputs[key] = _random_like(inputs[key])
         with undisturbed(model), context():
             with _first_tower(model) as seen, _refusing_packed_casts(model, key):
                 plain = features(**inputs)
@@ -325,6 +324,23 @@ def _refusing_packed_casts(model: nn.Module, key: str) -> Iterator[None]:
             details = {"dtype": from_torch(dtype), "name": name.rpartition(".")[2]}
             load = "load_in_8bit" if dtype == torch.int8 else "load_in_4bit"
             raise PrecisionError([refuse("media-cast-to-packed-dtype", what, load=load, **details)])
+
+
+def _random_like(value: Any) -> Any:
+    """Replaces floating-point tensors in a value by random ones in their range. Zeros, which may mark padding, stay.
+
+    Args:
+        value: A tensor, or nested lists and mappings of tensors; not modified.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        largest = max(1.0, tensor.abs().max().item() if tensor.numel() else 1.0)
+        noise = torch.rand(tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+        kept = (tensor == 0) & bool((tensor != 0).any())
+        return tensor.where(kept, (largest * noise).to(tensor.dtype))
+
+    return map_floating(drawn, value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

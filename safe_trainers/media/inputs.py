@@ -19,9 +19,12 @@ logger = logging.getLogger(__name__)
 class MediaInputs(Feature):
     """Moves batches to the device and casts their media."""
 
+    name = "media"
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._caster: MediaCaster | None = None
+        self._resumed: dict[str, MediaDecision] = {}  # the decisions of a checkpoint
 
     @property
     def decisions(self) -> list[MediaDecision]:
@@ -40,6 +43,7 @@ class MediaInputs(Feature):
             engine = plugin.hf_ds_config.dtype() if plugin is not None else None
             sharded = None if self.run.sharded is None else f"{self.run.sharded} shards the weights"
             self._caster = MediaCaster(trainer.media_keys, self.models(), contexts, sharded, engine)
+            self._caster.decisions.update(self._resumed)
         return self._caster
 
     def models(self) -> list[nn.Module]:
@@ -82,6 +86,24 @@ class MediaInputs(Feature):
         caster = self.caster
         cast = {key: new for key in caster.media(batch) if (new := caster.cast(key, batch[key])) is not batch[key]}
         return {**batch, **cast} if cast else batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The decisions, and the dtypes of the run for which they were made."""
+        decisions = {decision.key: [decision.dtype, decision.reason] for decision in self.decisions}
+        return {"dtypes": self._dtypes(), "decisions": decisions}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the decisions of a run with the same dtypes."""
+        if state["dtypes"] != self._dtypes():
+            return
+        self._resumed = {key: MediaDecision(key, *decision) for key, decision in state["decisions"].items()}
+        if self._caster is not None:
+            self._caster.decisions.update(self._resumed)
+
+    def _dtypes(self) -> list[str]:
+        policy, models = self.run.policy, self.models()
+        stored = ("+".join(sorted({str(p.dtype) for p in model.parameters()})) for model in models)
+        return [policy.compute.text, policy.autocast.text, policy.rollout.text, *stored]
 
     def collator(self, collator: Callable[..., Any]) -> MediaCollator:
         """Wraps the trainer's collator so that it casts media as decided."""

@@ -3,8 +3,10 @@
 import contextlib
 import inspect
 import logging
+import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,29 +19,64 @@ from .parts import is_quantized, unwrap
 
 
 logger = logging.getLogger(__name__)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Types of attributes that cannot change in place."""
 _DTYPE_ERROR = re.compile(r"dtype|scalar ?type|should be the same", re.IGNORECASE)
 """Matches PyTorch's errors about two different dtypes, on CPU and CUDA."""
 
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Runs a block without gradients and in evaluation mode, and restores training mode and random state afterwards.
+    """Runs a block without gradients and in evaluation mode, and restores what a forward pass may change.
+
+    That is training mode, buffers, plain attributes such as counters, and the states of random generators of torch,
+    Python, NumPy and the model's modules.
 
     Args:
         model: The model that is called in the block.
     """
-    before = {module: module.training for module in model.modules()}
+    modules = list(model.modules())
+    attributes = [{k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)} for module in modules]
+    buffers = [dict(module._buffers) for module in modules]
+    values = {id(b): b.clone() for held in buffers for b in held.values() if b is not None and not b.is_meta}
     device = next(model.parameters()).device
     devices = [device] if device.type not in {"cpu", "meta"} else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
-        for module in before:
+    forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+    with forked, _restored_generators(modules), torch.no_grad():
+        for module in modules:
             # In evaluation mode, bitsandbytes on CPU repacks the weights of a layer permanently.
             module.training = any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
         try:
             yield
         finally:
-            for module, training in before.items():
-                module.training = training
+            for module, plain, held in zip(modules, attributes, buffers, strict=True):
+                vars(module).update(plain)
+                module._buffers.update(held)
+                for buffer in held.values():
+                    if buffer is not None and id(buffer) in values and not torch.equal(buffer, values[id(buffer)]):
+                        buffer.copy_(values[id(buffer)])
+
+
+@contextlib.contextmanager
+def _restored_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restores the global random generators of Python and NumPy, and those that are attributes of modules."""
+    own = [value for module in modules for value in vars(module).values()]
+    before: list[Callable[[], Any]] = [partial(random.setstate, random.getstate())]
+    before.append(partial(np.random.set_state, np.random.get_state()))
+    for value in own:
+        if isinstance(value, torch.Generator):
+            before.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            before.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.RandomState):
+            before.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            before.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+    try:
+        yield
+    finally:
+        for restore in before:
+            restore()
 
 
 def sample_inputs(processing_class: Any) -> Mapping[str, torch.Tensor]:

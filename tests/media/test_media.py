@@ -3,15 +3,18 @@
 import contextlib
 import copy
 
+import cells
 import pytest
 import torch
+from cells import Cell
 from media_batches import guarded, media_batch
+from policing import reset_accelerate
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 from upstream import towers_count_in_the_dtype_of_pixels
 
 from benchmarks import families
-from safe_trainers import PrecisionError, tiny
+from safe_trainers import PrecisionError, SafeSFTConfig, SafeSFTTrainer, tiny
 from safe_trainers.media.caster import MEDIA_KEYS, MediaCaster
 from safe_trainers.tiny.shapes import draw_images
 
@@ -54,11 +57,9 @@ def test_media_follow_the_tower_under_autocast():
     assert decided(half, batch, contexts=contexts).dtype == expected
 
 
-def test_a_tower_that_computes_on_pixels_first_keeps_them_float32():
-    """What Gemma4 does: arithmetic on float32 pixels before it casts them."""
-    model = guarded(tiny.build_model("llava", dtype=torch.bfloat16))
-    tower = model.model.vision_tower
-    tower.register_forward_pre_hook(
+def computing_first(model):
+    """Gives a model a tower that computes with float32 pixels before it casts them, as Gemma4's does."""
+    model.model.vision_tower.register_forward_pre_hook(
         lambda module, args, kwargs: (
             (args, {**kwargs, "pixel_values": 2 * (kwargs["pixel_values"] - 0.51)})
             if "pixel_values" in kwargs
@@ -66,6 +67,11 @@ def test_a_tower_that_computes_on_pixels_first_keeps_them_float32():
         ),
         with_kwargs=True,
     )
+    return model
+
+
+def test_a_tower_that_computes_on_pixels_first_keeps_them_float32():
+    model = computing_first(guarded(tiny.build_model("llava", dtype=torch.bfloat16)))
     decision = decided(model, media_batch("llava"))
     assert decision.dtype is None
     assert "before it casts them" in decision.reason
@@ -251,3 +257,31 @@ def test_pixels_cast_to_the_dtype_of_packed_weights_are_refused(tmp_path):
     assert decided(mended, batch).dtype == "bfloat16"
     assert all(tensor.dtype == torch.bfloat16 and tensor.unique().numel() > 50 for tensor in seen)
     assert mended.model.vision_tower.encoder.layers[0].self_attn.q_proj.weight.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, 0.0])
+def test_images_that_bfloat16_holds_exactly_do_not_decide(value):
+    """White images are exact in bfloat16, and later photographs are not."""
+    batch = media_batch("llava")
+    batch["pixel_values"] = torch.full_like(batch["pixel_values"], value)
+    model = computing_first(guarded(tiny.build_model("llava", dtype=torch.bfloat16)))
+    assert decided(model, batch).dtype is None
+    plain = guarded(tiny.build_model("llava", dtype=torch.bfloat16))
+    assert decided(plain, batch).dtype == "bfloat16"
+
+
+def test_the_decision_is_in_the_checkpoint(tmp_path, monkeypatch):
+    def build(steps):
+        reset_accelerate()
+        cell = Cell("llava", "sft", "bf16", "bf16")
+        saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+        return SafeSFTTrainer(**cells.arguments(cell, SafeSFTConfig, steps=steps, **saving))
+
+    first = build(1)
+    first.train()
+    (decision,) = first.precision.media
+    monkeypatch.setattr(MediaCaster, "decide", lambda *_: pytest.fail("the tower was asked again"))
+    resumed = build(2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert list(resumed.precision.media) == [decision]

@@ -1,14 +1,17 @@
 """What a live model is asked at construction, and how its answer is read."""
 
+import random
 from pathlib import Path
 
 import cells
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from safe_trainers import tiny
-from safe_trainers.model.trial_forward import sample_inputs, trial_error
+from safe_trainers.model.trial_forward import sample_inputs, trial_error, undisturbed
 from safe_trainers.numerics.activations import extremes
 
 
@@ -52,3 +55,42 @@ def test_a_question_has_what_the_processor_takes(family, media, monkeypatch):
     inputs = sample_inputs(build(family))
     assert [name for name, value in inputs.items() if value.is_floating_point()] == media
     assert {value.shape[0] for value in inputs.values()} == {1}
+
+
+class Draws(nn.Module):
+    """Counts its calls in a buffer and in attributes, and draws from every kind of random generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("replaced", torch.zeros(1), persistent=False)
+        self.number, self.name, self.made = 0, "a", None
+        self.own, self.python = torch.Generator().manual_seed(1), random.Random(1)
+        self.numpy, self.legacy = np.random.default_rng(1), np.random.RandomState(1)
+
+    def forward(self):
+        self.calls += 1
+        self.replaced = self.replaced + 1
+        self.number, self.name, self.made = self.number + 1, self.name + "b", "c"
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item(), torch.rand((), generator=self.own).item()]
+        drawn += [self.python.random(), self.numpy.random(), self.legacy.rand()]
+        state = [self.calls.item(), self.replaced.item(), self.number, self.name, self.training]
+        return [*drawn, *state]
+
+
+def test_a_block_changes_nothing_that_a_forward_pass_may_change():
+    def seeded():
+        random.seed(2)
+        np.random.seed(2)
+        torch.manual_seed(2)
+        return Draws().train()
+
+    expected, model = seeded()(), seeded()
+    calls = model.calls
+    with undisturbed(model):
+        model()
+        model()
+    assert model.made is None
+    assert model() == expected
+    assert model.calls is calls
