@@ -95,7 +95,9 @@ class ExactCheckpoints:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
             self._saving = False
-        if not self.args.save_only_model:
+        if self.args.save_only_model:
+            logger.info("%s has no state of the optimizer: save_only_model=True", folder.name)
+        else:
             self._trainer_state.save(folder)
         self.accelerator.wait_for_everyone()
         fault = None if self._has_finite_weights() else NOT_FINITE

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 from torch import nn
 
-from ..core.errors import warn
+from ..core.errors import CheckpointError, refuse, warn
 from ..core.feature import Run
 from ..core.files import replace_file
 from ..core.trl import trl_bases
@@ -43,6 +43,8 @@ _GEOMETRY = (
     "use_vllm",
 )
 """Settings on which buffered rollouts depend."""
+_RANK_SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+"""Attributes of PEFT's rank allocator for AdaLoRA: tensors by name of a weight."""
 _PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "I;16"}
 """Image modes that PNG stores without loss."""
 
@@ -106,6 +108,8 @@ class TrainerState:
             "geometry": self._geometry(),
             "values": values,
             "features": {f.name: to_plain(f.state_dict(), f.name) for f in self._run.having("state_dict")},
+            "optimizer": _optimizer_name(self._trainer),
+            "ranks": {name: dict(value) for name, value in self._rank_scores().items()},
             "loss": None if loss is None else loss.detach().cpu().clone(),
             "last_logged": getattr(self._trainer, "_globalstep_last_logged", None),
             "order": {**(self._order or {}), "now": _generator_state(self._sampler)},
@@ -114,6 +118,19 @@ class TrainerState:
         reference = self._synced_reference()
         if reference is not None and args.should_save:
             replace_file(folder / REFERENCE_FILE, partial(torch.save, reference.state_dict()))
+
+    def _rank_scores(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the scores by which AdaLoRA chooses ranks, which PEFT does not save; empty for other adapters."""
+        allocator = getattr(getattr(self._trainer.model, "base_model", None), "rankallocator", None)
+        return {name: getattr(allocator, name) for name in _RANK_SCORES if hasattr(allocator, name)}
+
+    def _check_optimizer(self, checkpoint: str, saved: str | None) -> None:
+        """Refuses the state of another optimizer, and reports that there is none."""
+        what, used = f"resume_from_checkpoint={str(checkpoint)!r}", _optimizer_name(self._trainer)
+        if not any(Path(checkpoint).glob("*optimizer*")) and not any(Path(checkpoint).glob("global_step*")):
+            self._run.warn_once(warn("no-optimizer-state", what))
+        elif saved is not None and used is not None and saved != used:
+            raise CheckpointError([refuse("another-optimizer", what, saved=saved, used=used)])
 
     def _window_ends(self) -> bool:
         """Whether the next micro-batch generates new rollouts, so that the buffer is not needed."""
@@ -233,6 +250,9 @@ class TrainerState:
         if checkpoint is None or state is None:
             return
         trainer = self._trainer
+        self._check_optimizer(checkpoint, state.get("optimizer"))
+        for name, scores in self._rank_scores().items():
+            scores.update(state.get("ranks", {}).get(name, {}))
         for name, value in state["values"].items():
             if hasattr(trainer, name):
                 setattr(trainer, name, from_plain(value, getattr(trainer, name)))
@@ -260,6 +280,12 @@ class TrainerState:
         if self._carried_loss is not None:
             loss, self._carried_loss = self._carried_loss + loss, None
         return loss
+
+
+def _optimizer_name(trainer: Any) -> str | None:
+    """Returns the package and the class of a trainer's optimizer, for example `"torch.AdamW"`."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate wraps it
+    return None if optimizer is None else f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}"
 
 
 def _checked(state: Any) -> dict[str, Any]:

@@ -125,6 +125,12 @@ WARNINGS = index(
         "resume from an older checkpoint",
     ),
     Finding(
+        "no-optimizer-state",
+        "the checkpoint was saved with `save_only_model=True`. The optimizer's state is lost, and the learning rate, "
+        "the random state and the order of data start again.",
+        "save with `save_only_model=False` to resume exactly",
+    ),
+    Finding(
         "step-skipped",
         "applying its gradients would make every weight NaN, so this step changes no weight. "
         "`precision/skipped_steps` counts such steps; the run stops after `max_consecutive_skips` in a row.",

@@ -69,6 +69,11 @@ REFUSALS = index(
         "return a finite number from {function}, or None if the function does not apply",
     ),
     Finding(
+        "another-optimizer",
+        "the checkpoint has the state of {saved}, and this run uses {used}.",
+        "the `optim` of the first run, or `resume_from_checkpoint=None` with the checkpoint as the model",
+    ),
+    Finding(
         "rewards-overflow",
         "TRL divides by the standard deviation of a group, whose squares overflow float32 above 1.8e19: every "
         "advantage of the group would be 0 or NaN.",

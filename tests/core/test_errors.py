@@ -44,6 +44,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "vllm-finds-no-place",
         "vllm-keeps-image-features",
         "vllm-ignores-the-adapter",
+        "another-optimizer",
         "rewards-overflow",
         "gradients-not-finite",
         "no-step-taken",
