@@ -92,6 +92,10 @@ PATCHES: Mapping[str, Patch] = {
         "modules around the text model", ("get_image_features", "get_video_features", "get_audio_features"), LIFETIME,
         "their outputs must be cast to the dtype of the embeddings, and methods have no hooks",
     ),
+    "cpu-packing": Patch(
+        "4-bit layers of the model", ("support_avx512bf16_for_cpu",), LIFETIME,
+        "bitsandbytes packs a layer in another order when it is evaluated on some CPUs, and then gives it no gradient",
+    ),
     "fsdp2-forward": Patch(
         "the policy model", ("forward", "_original_forward"), LIFETIME,
         "accelerate runs the forward pass under autocast, except with FSDP2",

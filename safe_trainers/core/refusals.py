@@ -192,6 +192,12 @@ REFUSALS = index(
         "{fix}",
     ),
     Finding(
+        "repacked-in-evaluation",
+        "bitsandbytes packed them in another order for this CPU's bfloat16 units: no gradient passes through them, "
+        "and their scales are rounded to bfloat16.",
+        "load the model again, `model = {kind}.from_pretrained(...)`, and evaluate it only after the trainer is built",
+    ),
+    Finding(
         "unknown-quantizer",
         "safe-trainers does not know the compute dtype of {method} layers, nor the dtypes that their other tensors "
         "need. Supported are 4-bit and 8-bit layers of bitsandbytes, and models that are dequantised while they are "

@@ -6,8 +6,9 @@ their backward pass dequantises to `quant_state.dtype`, and norms, embeddings an
 module changes all three in place, one tensor at a time. Packed weights and their statistics are not modified.
 """
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig
 
 from ..core.dtypes import FLOAT16, FLOAT16_OVERFLOW, FLOAT32, HALVES, from_torch, parse_dtype, to_torch
 from ..core.errors import Problem, raise_if, refuse, warn
+from ..core.patches import replace
 from ..model.inventory import BITSANDBYTES, bits
 from ..model.parts import adapter_parameters, is_quantized, unwrap
 from .cast import largest_magnitude
@@ -31,6 +33,8 @@ _REASONS = {
     BUFFER: "bfloat16 and float16 cannot be combined in one operation",
     CONFIG: "dtype of the weights that are not packed; caches and saved configs use it",
 }
+_REPACKS = "support_avx512bf16_for_cpu"
+"""Attribute of a 4-bit layer: whether it is packed in another order when it is evaluated on a CPU."""
 _WIDENED = "no autocast: operations use the dtype of the weights, and the cast to float32 is exact"
 
 
@@ -144,7 +148,7 @@ def plan(model: nn.Module, compute: str, *, exempt: Iterable[str] = (), trained:
     changes += _config_changes(base, compute, bool(tensors))
     return QuantPlan(
         compute,
-        tuple(replace(change, name=prefix + change.name) for change in changes),
+        tuple(dataclasses.replace(change, name=prefix + change.name) for change in changes),
         tuple(_overflows(layers, tensors, compute)),
     )
 
@@ -191,6 +195,38 @@ def compute_in(layer: nn.Module, dtype: torch.dtype) -> None:
     vars(layer).update(compute_dtype=dtype, compute_type_is_set=True)
     for state in _states(layer):
         setattr(state, _dtype_field(state), dtype)
+
+
+def keep_packing(model: nn.Module) -> None:
+    """Keeps 4-bit layers from being packed in another order when they are evaluated on a CPU with bfloat16 units.
+
+    No gradient passes through a layer in that order, and its scales are rounded to bfloat16. bitsandbytes would keep
+    the order for all later steps.
+
+    Args:
+        model: A model that is trained, or one that must compute what a trained model does.
+    """
+    for layer in unwrap(model).modules():
+        if bits(layer) == 4 and getattr(layer, _REPACKS, False):
+            replace("cpu-packing", layer, _REPACKS, False)
+
+
+def repacked(model: nn.Module) -> Problem | None:
+    """Refuses a model with 4-bit layers that an earlier evaluation packed in another order.
+
+    Args:
+        model: The model that is to be trained, possibly wrapped.
+
+    Returns:
+        The refusal; `None` if no layer was packed in another order.
+    """
+    base = unwrap(model)
+    layers = ((name, layer) for name, layer in base.named_modules() if bits(layer) == 4)
+    names = [name for name, layer in layers if any(map(_is_repacked, _states(layer)))]
+    if not names:
+        return None
+    what = f"4-bit layers that were evaluated on this CPU before: {_listed(names)}"
+    return refuse("repacked-in-evaluation", what, kind=type(base).__name__)
 
 
 def int8_rounds_inputs(model: nn.Module, compute: str) -> Problem | None:
@@ -253,7 +289,12 @@ def _states(layer: nn.Module) -> list[Any]:
 
 def _dtype_field(state: Any) -> str:
     """Returns the attribute with the dtype to which a state dequantises; another one while packed for a CPU kernel."""
-    return "original_dtype" if getattr(state, "packing_format_for_cpu", False) else "dtype"
+    return "original_dtype" if _is_repacked(state) else "dtype"
+
+
+def _is_repacked(state: Any) -> bool:
+    """Whether an evaluation on a CPU packed the layer of a state in another order."""
+    return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 def _half_tensors(base: nn.Module, compute: str, trained: bool) -> Iterator[tuple[str, str, torch.Tensor]]:

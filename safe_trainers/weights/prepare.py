@@ -95,6 +95,7 @@ def prepare_weights(
     trainables = tuple(cast for cast in decide(model, policy, context) if cast.name not in covered)
     problems = [] if upcast else [refuse_upcast(trainables, context.unscalable_dtypes)]
     problems += [quantization.unsupported(model, inventory.quantization), unusable_head(model)]
+    problems += [quantization.repacked(model)]
     quantized = None
     if is_quantized:
         compute = quantization.compute_of(policy.autocast.value, inventory.weights)
@@ -105,6 +106,7 @@ def prepare_weights(
     fp32_modules.guard(model, modules)
     if quantized is not None:
         quantization.reconcile(model, quantized)
+        quantization.keep_packing(model)
     casts = (*wide, *trainables)
     apply_casts(model, casts)
     warnings = [*_half_trainables(model, trainables, context)]
@@ -135,6 +137,7 @@ def prepare_reference(model: nn.Module, policy: PrecisionPolicy, patterns: tuple
     quantized = quantization.plan(model, compute, exempt=modules, trained=False)
     fp32_modules.guard(model, modules)
     quantization.reconcile(model, quantized)
+    quantization.keep_packing(model)
     apply_casts(model, wide)
 
 

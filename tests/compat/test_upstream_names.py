@@ -128,6 +128,7 @@ RELIED = {
     "bitsandbytes.nn:Linear4bit()compute_dtype": "what a 4-bit layer multiplies in",
     "bitsandbytes.nn:Linear4bit()compute_type_is_set": "that it stays so",
     "bitsandbytes.nn:Linear4bit()quant_state": "what it dequantises to",
+    "bitsandbytes.nn:Linear4bit()support_avx512bf16_for_cpu": "whether an evaluation on a CPU packs it otherwise",
     "bitsandbytes.nn:Linear8bitLt()state": "where an 8-bit layer keeps its scales",
     "bitsandbytes.nn:Params4bit()quant_state": "what it dequantises to",
     "bitsandbytes.functional:QuantState()absmax": "scales, left as they are",

@@ -63,6 +63,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "media-cast-to-packed-dtype",
         "weights-overflow",
         "quantised-weights-overflow-fp16",
+        "repacked-in-evaluation",
         "unknown-quantizer",
         "bitsandbytes-missing",
         "quantised-head",
