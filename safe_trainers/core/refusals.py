@@ -198,6 +198,12 @@ REFUSALS = index(
         "load the model again, `model = {kind}.from_pretrained(...)`, and evaluate it only after the trainer is built",
     ),
     Finding(
+        "dora-on-int8-on-cpu",
+        "in each forward pass on a CPU, PEFT replaces the weight by one without scales, so that bitsandbytes fails in "
+        "the next forward pass of the layer.",
+        "`use_dora=False`, or a 4-bit base, `BitsAndBytesConfig(load_in_4bit=True)`",
+    ),
+    Finding(
         "unknown-quantizer",
         "safe-trainers does not know the compute dtype of {method} layers, nor the dtypes that their other tensors "
         "need. Supported are 4-bit and 8-bit layers of bitsandbytes, and models that are dequantised while they are "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -229,6 +230,21 @@ def repacked(model: nn.Module) -> Problem | None:
     return refuse("repacked-in-evaluation", what, kind=type(base).__name__)
 
 
+def dora_loses_scales(model: nn.Module) -> Problem | None:
+    """Refuses DoRA on 8-bit layers on a CPU, where the scales of a layer are lost after its first forward pass.
+
+    Args:
+        model: The model with its adapters.
+
+    Returns:
+        The refusal; `None` if no layer has both, if they are on another device, or if this bitsandbytes keeps scales.
+    """
+    names = [name for name, module in unwrap(model).named_modules() if _is_dora_on_int8(module)]
+    if not names:
+        return None
+    return refuse("dora-on-int8-on-cpu", f"DoRA on 8-bit layers on a CPU: {_listed(names)}")
+
+
 def int8_rounds_inputs(model: nn.Module, compute: str) -> Problem | None:
     """Warns about 8-bit layers, which compute in float16, in a run with another compute dtype.
 
@@ -295,6 +311,25 @@ def _dtype_field(state: Any) -> str:
 def _is_repacked(state: Any) -> bool:
     """Whether an evaluation on a CPU packed the layer of a state in another order."""
     return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def _is_dora_on_int8(module: nn.Module) -> bool:
+    """Whether an active DoRA adapter reads a packed 8-bit weight on a CPU that loses its scales."""
+    magnitudes = set(getattr(module, "lora_magnitude_vector", ()))
+    if not isinstance(module, BaseTunerLayer) or magnitudes.isdisjoint(module.active_adapters):
+        return False
+    layer: Any = module.get_base_layer()
+    return bits(layer) == 8 and layer.weight.device.type == "cpu" and _moves_without_scales(type(layer.weight))
+
+
+def _moves_without_scales(kind: Any) -> bool:
+    """Whether a moved weight of a class claims to have scales; PEFT's DoRA layers move it to the CPU in each step.
+
+    The first forward pass takes the scales from the weight. Some releases of bitsandbytes set `CB` of a moved weight,
+    and the next forward pass takes the scales that are not there.
+    """
+    weight = kind(torch.zeros(1, 1, dtype=torch.int8), requires_grad=False, has_fp16_weights=False)
+    return weight.to("cpu").CB is not None
 
 
 def _half_tensors(base: nn.Module, compute: str, trained: bool) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -95,7 +95,7 @@ def prepare_weights(
     trainables = tuple(cast for cast in decide(model, policy, context) if cast.name not in covered)
     problems = [] if upcast else [refuse_upcast(trainables, context.unscalable_dtypes)]
     problems += [quantization.unsupported(model, inventory.quantization), unusable_head(model)]
-    problems += [quantization.repacked(model)]
+    problems += [quantization.repacked(model), quantization.dora_loses_scales(model)]
     quantized = None
     if is_quantized:
         compute = quantization.compute_of(policy.autocast.value, inventory.weights)

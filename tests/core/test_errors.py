@@ -64,6 +64,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "weights-overflow",
         "quantised-weights-overflow-fp16",
         "repacked-in-evaluation",
+        "dora-on-int8-on-cpu",
         "unknown-quantizer",
         "bitsandbytes-missing",
         "quantised-head",

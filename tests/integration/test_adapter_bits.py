@@ -41,7 +41,8 @@ class Row:
 
 
 def rows(*bases):
-    return [Row(method, task, beta, base) for method, (task, beta), base in itertools.product(METHODS, TASKS, bases)]
+    made = [Row(method, task, beta, base) for method, (task, beta), base in itertools.product(METHODS, TASKS, bases)]
+    return [row for row in made if (row.method, row.base) != ("dora", "8bit")]  # stock crashes in its first step
 
 
 def load(row, source, base):
