@@ -347,6 +347,21 @@ def _load(model: ModelFacts, dtype: str) -> str:
     return "`model.to(torch.float32)`" if to_float32 else f"`from_pretrained(..., dtype='{dtype}')`"
 
 
+def autocast_switches(requested: Requested, device: Device) -> dict[str, str]:
+    """Returns the settings that select autocast, in the field that the user has set.
+
+    Args:
+        requested: The user's settings, which do not select autocast yet.
+        device: The device of the run.
+
+    Returns:
+        The setting by half dtype, for those that the device computes in under autocast.
+    """
+    supported = {BFLOAT16: not device.emulates_bf16, FLOAT16: device.scales_loss}
+    instead = " instead of `fp16=True`" if requested.fp16 and requested.precision is None else ""
+    return {dtype: _switch(requested, dtype) + instead for dtype in supported if supported[dtype]}
+
+
 def _switch(requested: Requested, dtype: str) -> str:
     """Returns the setting that selects a compute dtype, in the field that the user has set."""
     return f"`{FLAG_OF[dtype]}=True`" if requested.precision is None else f"`precision={SHORT[dtype]!r}`"

@@ -25,7 +25,7 @@ from ..model.trial_forward import trial_error
 from ..numerics import loss_scale
 from ..numerics.gradient_norm import GradientNorm
 from ..policy import distributed
-from ..policy.resolve import FLAG_OF, resolve
+from ..policy.resolve import FLAG_OF, autocast_switches, resolve
 from ..policy.settings import PrecisionSettings
 from ..weights import unify_dtypes
 from ..weights.fp32_modules import covers_head
@@ -286,7 +286,10 @@ def make_computable(
         run.joins_features = trial_error(model, processing_class, autocast) is None
         plan = plan.without_error() if run.joins_features else plan
     if plan.error is not None:
-        problem = unify_dtypes.dtype_conflict(model, processing_class, inventory.weights, autocast, plan.error)
+        trainer_class = type(run.trainer)
+        device = trainer_class.precision_device(run.args)
+        switches = autocast_switches(requested_by(run.args, trainer_class), device)
+        problem = unify_dtypes.dtype_conflict(model, processing_class, inventory, autocast, switches, plan.error)
         raise PrecisionError([problem])
     return plan
 

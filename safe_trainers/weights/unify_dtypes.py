@@ -7,7 +7,7 @@ such a model cannot compute, as few of its frozen weights as necessary are cast,
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import nn
 from ..boundaries.cast_hooks import guard_fused, guard_leaves
 from ..core.dtypes import FLOAT16, FLOAT32, HALVES, SHORT, from_torch, join_dtypes, to_torch
 from ..core.errors import PrecisionError, Problem, refuse
+from ..model.inventory import ModelInventory
 from ..model.parts import adapter_parameters, is_quantized, unwrap
 from ..model.trial_forward import trial_error
-from ..policy.resolve import FLAG_OF
 from .cast import ParameterCast, largest_magnitude, table
 from .keep_fp32 import declared_float32
 
@@ -257,23 +257,33 @@ def _storage(parameter: nn.Parameter) -> tuple[Any, ...] | None:
 
 
 def dtype_conflict(
-    model: nn.Module, processing_class: Any, weights: frozenset[str], autocast: str | None, error: str
+    model: nn.Module,
+    processing_class: Any,
+    inventory: ModelInventory,
+    autocast: str | None,
+    switches: Mapping[str, str],
+    error: str,
 ) -> Problem:
     """Makes the refusal of a model that cannot compute with its dtypes, with the line that fixes it.
 
     Args:
         model: The model.
         processing_class: The processor if the run has images; `None` for text only.
-        weights: The dtypes of its weights.
+        inventory: The dtypes of the model.
         autocast: The autocast dtype of the run; `None` without autocast.
+        switches: The settings that select autocast, by half dtype, for those that the device supports.
         error: PyTorch's error.
     """
+    weights, adapters = inventory.weights, frozenset(inventory.elements["adapters"])
     half = sorted(weights & HALVES)[0] if autocast is None else autocast
+    one = half if half in switches else FLOAT32
     fix = (
-        f"load all weights in one dtype: `from_pretrained(..., dtype='{half}')`, or "
-        f"`model_init_kwargs={{'dtype': '{half}'}}`"
+        f"load all weights in one dtype: `from_pretrained(..., dtype='{one}')`, or "
+        f"`model_init_kwargs={{'dtype': '{one}'}}`"
     )
-    if autocast is None and trial_error(model, processing_class, half) is None:
-        fix = f"`{FLAG_OF[half]}=True`: autocast then casts both to one dtype"
+    if autocast is None and half in switches and trial_error(model, processing_class, half) is None:
+        fix = f"{switches[half]}: autocast then casts both to one dtype"
     context = "without autocast" if autocast is None else f"under {autocast} autocast"
-    return refuse("mixed-weights-cannot-meet", f"{join_dtypes(weights)} weights {context}", error=error, fix=fix)
+    trained = f" and {join_dtypes(adapters)} adapters" if adapters and adapters != weights else ""
+    what = f"{join_dtypes(weights)} weights{trained} {context}"
+    return refuse("mixed-weights-cannot-meet", what, error=error, fix=fix)

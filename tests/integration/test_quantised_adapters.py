@@ -6,7 +6,7 @@ import cells
 import pytest
 import torch
 from cells import Cell
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, RoadConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -24,6 +24,7 @@ DORA = {"use_dora": True}
 def train(task, safe, adapter, weights="bf16", flag=None, quantised=NF4, **settings):
     """Trains two steps and returns their gradient norms."""
     cell = Cell("text", task, weights, flag, lora=True)
+    settings = {"bf16": None} | settings if "precision" in settings else settings  # which sets the flag
     made = cells.arguments(cell, (cells.SAFE_CONFIG if safe else cells.PLAIN)[task], steps=2, **settings)
     loading = made["args"].model_init_kwargs
     made["args"].model_init_kwargs = loading | {"quantization_config": BitsAndBytesConfig(**quantised)}
@@ -86,3 +87,49 @@ def test_only_dora_on_8_bit_layers_on_a_cpu_loses_scales():
 @pytest.mark.gpu
 def test_dora_on_8_bit_layers_trains_on_cuda():
     assert all(norm > 0 for norm in train("sft", True, lora(**DORA), flag="bf16", quantised=INT8, use_cpu=False))
+
+
+ROAD = {"target_modules": TARGETS}
+"""RoAd layers return the dtype of their adapter, so that queries and values are float32, and keys are not."""
+
+
+AUTOCAST = "`bf16=True`: autocast then casts both to one dtype"
+LOADED = "load all weights in one dtype: `from_pretrained(..., dtype='float32')`"
+FLOAT32 = LOADED + ", or `model_init_kwargs={'dtype': 'float32'}`"
+ROWS = {
+    "bf16": ({"weights": "bf16"}, AUTOCAST, {"weights": "bf16", "flag": "bf16"}),
+    "bf16, fp16=True": (
+        {"weights": "bf16", "flag": "fp16"},
+        AUTOCAST.replace(":", " instead of `fp16=True`:"),
+        {"weights": "bf16", "flag": "bf16"},
+    ),
+    "bf16, precision='fp16'": (
+        {"weights": "bf16", "precision": "fp16"},
+        AUTOCAST.replace("bf16=True", "precision='bf16'"),
+        {"weights": "bf16", "precision": "bf16"},
+    ),
+    # fp16 has no autocast on a CPU
+    "fp16": ({"weights": "fp16"}, FLOAT32, {"weights": "fp32"}),
+    "fp16, fp16=True": ({"weights": "fp16", "flag": "fp16"}, FLOAT32, {"weights": "fp32", "flag": "fp16"}),
+}
+"""The settings that are refused, the fix that is printed, and the settings with the fix."""
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("task", ["sft", "grpo", "reward"])
+def test_road_on_4_bit_layers_without_autocast_is_refused_and_the_advice_trains(task, row):
+    refused, written, mended = ROWS[row]
+    with pytest.raises(PrecisionError, match="weights and float32 adapters without autocast") as error:
+        train(task, True, RoadConfig(**ROAD), **refused)
+    (problem,) = error.value.problems
+    assert (problem.id, problem.fix.text) == ("mixed-weights-cannot-meet", written)
+    assert all(norm > 0 for norm in train(task, True, RoadConfig(**ROAD), **mended))
+
+
+def test_stock_cannot_train_road_on_4_bit_layers_in_float16():
+    with pytest.raises(RuntimeError, match="same dtype"):
+        train("sft", False, RoadConfig(**ROAD), "fp16", "fp16")
+
+
+def test_road_on_4_bit_layers_trains_without_autocast_if_its_adapters_have_the_dtype_of_the_weights():
+    assert all(norm > 0 for norm in train("sft", True, RoadConfig(**ROAD), adapter_dtype="bfloat16"))
