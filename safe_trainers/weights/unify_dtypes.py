@@ -275,7 +275,7 @@ def dtype_conflict(
         error: PyTorch's error.
     """
     weights, adapters = inventory.weights, frozenset(inventory.elements["adapters"])
-    half = sorted(weights & HALVES)[0] if autocast is None else autocast
+    half = sorted(adapters & HALVES or weights & HALVES)[0] if autocast is None else autocast
     one = half if half in switches else FLOAT32
     fix = (
         f"load all weights in one dtype: `from_pretrained(..., dtype='{one}')`, or "

@@ -110,6 +110,16 @@ ROWS = {
     ),
     # fp16 has no autocast on a CPU
     "fp16": ({"weights": "fp16"}, FLOAT32, {"weights": "fp32"}),
+    "fp32, adapter_dtype='bfloat16'": (
+        {"weights": "fp32", "adapter_dtype": "bfloat16"},
+        AUTOCAST,
+        {"weights": "fp32", "adapter_dtype": "bfloat16", "flag": "bf16"},
+    ),
+    "fp16, adapter_dtype='bfloat16'": (
+        {"weights": "fp16", "adapter_dtype": "bfloat16"},
+        FLOAT32.replace("float32", "bfloat16"),
+        {"weights": "bf16", "adapter_dtype": "bfloat16"},
+    ),
     "fp16, fp16=True": ({"weights": "fp16", "flag": "fp16"}, FLOAT32, {"weights": "fp32", "flag": "fp16"}),
 }
 """The settings that are refused, the fix that is printed, and the settings with the fix."""
@@ -119,7 +129,7 @@ ROWS = {
 @pytest.mark.parametrize("task", ["sft", "grpo", "reward"])
 def test_road_on_4_bit_layers_without_autocast_is_refused_and_the_advice_trains(task, row):
     refused, written, mended = ROWS[row]
-    with pytest.raises(PrecisionError, match="weights and float32 adapters without autocast") as error:
+    with pytest.raises(PrecisionError, match=r"weights and \w+ adapters without autocast") as error:
         train(task, True, RoadConfig(**ROAD), **refused)
     (problem,) = error.value.problems
     assert (problem.id, problem.fix.text) == ("mixed-weights-cannot-meet", written)
