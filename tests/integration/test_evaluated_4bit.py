@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 from safe_trainers import merge_and_save
 from safe_trainers.core.errors import PrecisionError
 from safe_trainers.model.inventory import bits
+from safe_trainers.weights.prepare import prepare_reference
 
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -135,3 +136,12 @@ def test_a_model_that_was_repacked_before_is_refused_and_one_that_is_loaded_agai
     trainer.model.eval()(input_ids=torch.arange(5, 13)[None])
     trainer.model.train()
     assert all(any(bool(gradient.any()) for gradient in step.values()) for step in gradients(trainer))
+
+
+def test_a_reference_model_keeps_its_packing():
+    reference, policy = loaded().eval(), built("sft", True, False).precision.policy
+    prepare_reference(reference, policy, ())
+    before = packed(reference)
+    with torch.no_grad():
+        reference(input_ids=torch.arange(5, 13)[None])
+    assert all(map(torch.equal, before, packed(reference)))
