@@ -8,6 +8,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 TEXT = "text"
+NEAR = 1.5
 NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Row = dict[str, Any]
 
@@ -43,6 +44,8 @@ def sampler_page() -> str:
         "Stock TRL passes no dtype to a colocated engine, which therefore computes in the dtype of the checkpoint's",
         "config, or in bfloat16. It does not start with 4-bit models. *Closer* is the mismatch of a bfloat16 run",
         "divided by that of a float16 run. Numbers in float16 have three more bits, so that 8 is expected.",
+        "",
+        *_outliers(rows),
         "",
         "## By family",
         "",
@@ -99,7 +102,8 @@ def _summary(rows: list[Row]) -> list[str]:
         for precision in dict.fromkeys(row["precision"] for row in rows if row["kind"] == kind):
             chosen = [row for row in rows if row["kind"] == kind and row["precision"] == precision]
             images = [row for row in chosen if row["family"] != TEXT]
-            factors = [closer(rows, family, kind) for family in families] if precision == "fp16" else []
+            found_factors = (closer(rows, family, kind) for family in families if precision == "fp16")
+            factors = [factor for factor in found_factors if factor is not None]
             text = closer(rows, TEXT, kind) if precision == "fp16" else None
             cells = [
                 kind, precision, _range(row for row in images if not row["safe"]),
@@ -112,6 +116,27 @@ def _summary(rows: list[Row]) -> list[str]:
     return lines
 
 
+def _outliers(rows: list[Row]) -> list[str]:
+    """Names the image families whose mismatch is above `NEAR` times that of text, in each precision."""
+    factors: dict[str, dict[str, float]] = {}
+    for row in rows:
+        text = found(rows, family=TEXT, kind=row["kind"], precision=row["precision"], safe=True)
+        if row["safe"] and "mean" in row and text is not None and row["mean"] > NEAR * text["mean"]:
+            of_family = factors.setdefault(row["family"], {})
+            precision = row["precision"]
+            of_family[precision] = max(of_family.get(precision, 0.0), row["mean"] / text["mean"])
+    if not factors:
+        return [f"No image family has more than {NEAR} times the mismatch of text in the same precision."]
+    names = "; ".join(
+        f"{family} ({', '.join(f'{factor:.1f} times in {precision}' for precision, factor in of_family.items())})"
+        for family, of_family in factors.items()
+    )
+    return [
+        f"Image families with more than {NEAR} times the mismatch of text: {names}.",
+        "A factor that float32 has too is due to the model, whose layers amplify rounding more.",
+    ]
+
+
 def _range(rows: Any) -> str:
     rows = list(rows)
     means = [row["mean"] for row in rows if "mean" in row]
@@ -121,13 +146,19 @@ def _range(rows: Any) -> str:
     if not means:
         return f"no run starts ({failed})"
     text = f"{min(means):.1e} to {max(means):.1e}, median {statistics.median(means):.1e}"
-    return text + (f"; {failed} of {len(rows)} end in an error" if failed else "")
+    return text + (f"; {failed} of {len(rows)} do not train" if failed else "")
 
 
 def _number(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row['mean']:.1e}" if "mean" in row else "error"
+    return f"{row['mean']:.1e}" if "mean" in row else _error(row)
+
+
+def _error(row: Row) -> str:
+    """Names what ended a run: our refusal, or another error's class."""
+    kind = row["error"].split(":")[0]
+    return "refused" if kind == "PrecisionError" else kind
 
 
 def _families(rows: list[Row]) -> list[str]:
@@ -147,7 +178,7 @@ def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     if "error" in row:
-        return row["error"].split(":")[0]
+        return _error(row)
     engine = "" if row["engine"] == NAMES[row["precision"]] else f" ({row['engine']})"
     return f"{row['mean']:.1e}, {row['max']:.1e}{engine}"
 

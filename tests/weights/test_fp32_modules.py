@@ -199,7 +199,7 @@ def test_a_float32_head_is_one_in_rollout_and_training(task, flag, lora):
     dtype = torch.float16 if flag == "fp16" else torch.bfloat16
     model = text(dtype)
     width = model.config.vocab_size
-    changes = CALLS_THE_HEAD if task == "sft" else {}
+    changes = (CALLS_THE_HEAD if task == "sft" else {}) | {"steps": 4}  # the first may be skipped in float16
     trainer = build("text", task, ["lm_head"], flag=flag, model=model, lora=lora, **changes)
     with Products(width) as products:
         trainer.train()
