@@ -6,7 +6,7 @@ receives the rest of the chain as `call`, and may run it, run it again, or raise
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -319,8 +319,9 @@ class Run:
             values: Its values.
         """
         metrics = getattr(self.trainer, "_metrics", None)
-        if metrics is not None:
-            metrics[self.mode][name].extend(values)
+        of_mode = metrics.get(self.mode) if isinstance(metrics, Mapping) else None
+        if isinstance(of_mode, MutableMapping):
+            of_mode.setdefault(name, []).extend(values)
 
     def warn_once(self, problem: Problem, key: str | None = None) -> None:
         """Gives a warning, once and on the main process only.

@@ -249,9 +249,11 @@ def _compute_of(run: Run, beside: list[tuple[str, nn.Module]]) -> Any:
 def _beside(trainer: Any) -> list[tuple[str, nn.Module]]:
     """Returns the names and the other transformers models of a trainer, such as the reference model."""
     policy, first_of_policy = unwrap(trainer.model), next(trainer.model.parameters(), None)
-    rewards = [model for model in getattr(trainer, "reward_funcs", None) or () if isinstance(model, nn.Module)]
-    named = [(name.replace("_", " ").strip(), value) for name, value in vars(trainer).items()]
-    named += [(f"reward model {number}", model) for number, model in enumerate(rewards, 1)]
+    rewards = getattr(trainer, "reward_funcs", None)
+    rewards = rewards if isinstance(rewards, (list, tuple)) else [rewards]  # some trainers keep a single one
+    models = [model for model in rewards if isinstance(model, nn.Module)]
+    named = [(f"reward model {number}", model) for number, model in enumerate(models, 1)]
+    named += [(name.replace("_", " ").strip(), value) for name, value in vars(trainer).items()]
     found: dict[int, tuple[str, nn.Module]] = {}
     for name, value in named:
         if not isinstance(value, nn.Module) or not hasattr(unwrap(value), "get_input_embeddings"):

@@ -8,6 +8,7 @@ penalties and suppressed tokens, which would add differences that are not due to
 Recording changes neither the sampled tokens nor the state of any random generator.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -22,6 +23,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 SAMPLER_KEY = "precision_sampler_logps"
 """Key of the sampler's log-probabilities in a rollout batch, (B, C) float32. TRL's key `sampling_per_token_logps`
 would change the loss."""
+
+ARGUMENT = "custom_generate"
+"""Argument of `generate` for the function that records."""
 
 RECORDED_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 """The modes that `_sample` implements. Beam search and assisted generation do not sample each token from one
@@ -98,6 +102,19 @@ class Recorder(LogitsProcessorList):
             logps[:, changed] = torch.nan
         self._scored.append(logps)
         self._buffer, self._buffered_bytes = [], 0
+
+
+def takes_recording(model: Any) -> bool:
+    """Whether a model's own `generate` accepts the function that records.
+
+    Args:
+        model: The model, without wrappers of adapters and engines.
+    """
+    generate = getattr(model, "generate", None)
+    if generate is None:
+        return False
+    parameters = inspect.signature(generate).parameters
+    return ARGUMENT in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 @dataclass

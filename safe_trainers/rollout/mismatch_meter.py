@@ -31,7 +31,7 @@ from ..model.parts import unwrap
 from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
 from .correction import OLD_KEYS, corrects_generate
-from .logprob_recorder import RECORDED_MODES, SAMPLER_KEY, Turn, align
+from .logprob_recorder import ARGUMENT, RECORDED_MODES, SAMPLER_KEY, Turn, align, takes_recording
 from .mismatch import (
     EPS,
     PREFIX,
@@ -51,6 +51,7 @@ from .truncation import TruncationCorrection
 logger = logging.getLogger(__name__)
 
 TRL_SAMPLER_KEY = "sampling_per_token_logps"
+UNREWARDED = f"{PREFIX}unrewarded_frac"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -91,9 +92,10 @@ class MismatchMeter(Feature):
 
     def around_rollout(self, call: Callable[[], Any]) -> Any:
         """Generates one turn, and keeps the sampler's log-probabilities."""
-        if self._turns is None or not self._recordable():
+        temperature = getattr(self.run.trainer, "temperature", None)
+        if self._turns is None or temperature is None or self._why_not_recordable() is not None:
             return call()
-        self._turn = turn = Turn(self.run.trainer.temperature, self._prompts)
+        self._turn = turn = Turn(temperature, self._prompts)
         try:
             result = call()
         finally:
@@ -106,7 +108,7 @@ class MismatchMeter(Feature):
         """Adds the recording function to the inputs of `generate`, if this turn is recorded."""
         if self._turn is None or "input_ids" not in inputs:
             return inputs
-        return {**inputs, "custom_generate": self._turn.recording()}
+        return {**inputs, ARGUMENT: self._turn.recording()}
 
     def around_batch(self, call: Callable[[], Any]) -> Any:
         """Generates and scores a rollout batch, and measures it or stores the sampler's log-probabilities in it.
@@ -129,7 +131,9 @@ class MismatchMeter(Feature):
             self._turns = self._forwards = None
         self._synced = samples_from_current_weights(self.run)
         recorded = batch.get(TRL_SAMPLER_KEY) is None
-        sampler = align(turns, batch["completion_ids"]) if recorded else batch[TRL_SAMPLER_KEY]
+        completions = batch.get("completion_ids")
+        aligned = align(turns, completions) if recorded and completions is not None else None
+        sampler = aligned if recorded else batch[TRL_SAMPLER_KEY]
         if sampler is None:
             self._log_once(self._why_absent())
         else:
@@ -173,30 +177,39 @@ class MismatchMeter(Feature):
             self._count(now, sampler, batch)
         return value
 
-    def around_rewards(self, call: Callable[[], Any]) -> torch.Tensor:
+    def around_rewards(self, call: Callable[[], Any]) -> Any:
         """Computes the rewards, and counts completions without any.
 
         Returns:
-            Rewards of all ranks by function, (N, F); NaN if a function returned None or NaN.
+            What the trainer computes: rewards of all ranks by function, (N, F), or their sum, (N,). A reward is NaN if
+            its function returned None or NaN.
 
         Raises:
             PrecisionError: If a reward is infinite, which would make all advantages of its group 0 or infinite.
         """
-        rewards: torch.Tensor = call()
-        infinite = rewards.isinf()
-        names: list[str] = self.run.trainer.reward_func_names
+        rewards = call()
+        if not isinstance(rewards, torch.Tensor) or rewards.dim() not in (1, 2):
+            self._log_once("this trainer does not return rewards as a tensor", f"{UNREWARDED} is")
+            return rewards
+        columns = rewards.unsqueeze(1) if rewards.dim() == 1 else rewards
+        names = getattr(self.run.trainer, "reward_func_names", None) or ()
+        names = list(names) if len(names) == columns.shape[1] else []
+        infinite = columns.isinf()
         if infinite.any():
-            found = [(name, int(n)) for name, n in zip(names, infinite.sum(0).tolist(), strict=True) if n]
+            known = names or ["the reward functions"] * columns.shape[1]
+            found = [(name, int(n)) for name, n in zip(known, infinite.sum(0).tolist(), strict=True) if n]
             given = ", ".join(f"{n} of {len(rewards)} rewards of {name} are infinite" for name, n in found)
             raise PrecisionError([refuse("infinite-rewards", given, function=found[0][0])])
         self._check_spread(rewards)
         if self.run.settings.precision_metrics:
-            missing = rewards.isnan().cpu()
-            columns = {"": missing.all(1)}
-            if rewards.shape[1] > 1:  # TRL silently leaves a function's missing reward out of the sum
-                columns |= {f"/{name}": missing[:, number] for number, name in enumerate(names)}
-            for name, column in columns.items():  # one value per completion, so that TRL's mean weighs them equally
-                self.run.log_metric(f"precision/unrewarded_frac{name}", column.double().tolist())
+            missing = columns.isnan().cpu()
+            counted = {"": missing.all(1)}
+            if not names:
+                self._log_once("this trainer does not name its reward functions", f"{UNREWARDED}/<function> is")
+            elif len(names) > 1:  # TRL silently leaves a function's missing reward out of the sum
+                counted |= {f"/{name}": missing[:, number] for number, name in enumerate(names)}
+            for name, column in counted.items():  # one value per completion, so that TRL's mean weighs them equally
+                self.run.log_metric(f"{UNREWARDED}{name}", column.double().tolist())
         return rewards
 
     def _check_spread(self, rewards: torch.Tensor) -> None:
@@ -239,11 +252,15 @@ class MismatchMeter(Feature):
             self._log_once("dropout is active, and differs between rollout and loss; evaluations are still measured")
         return not self._dropout
 
-    def _recordable(self) -> bool:
-        """Whether `generate` samples each token from one distribution, by the configs of the trainer and the model."""
-        owners = (self.run.trainer, unwrap(self.run.model))
-        configs = [getattr(owner, "generation_config", None) for owner in owners]
-        return all(config is None or config.get_generation_mode() in RECORDED_MODES for config in configs)
+    def _why_not_recordable(self) -> str | None:
+        """Why `generate` cannot be recorded, by the configs of trainer and model and its signature; else `None`."""
+        model = unwrap(self.run.model)
+        configs = [getattr(owner, "generation_config", None) for owner in (self.run.trainer, model)]
+        if not all(config is None or config.get_generation_mode() in RECORDED_MODES for config in configs):
+            return "generation neither samples nor decodes greedily"
+        if not takes_recording(model):
+            return f"the `generate` of {type(model).__name__} does not accept `custom_generate`"
+        return None
 
     def _count(self, trainer: torch.Tensor | None, sampler: torch.Tensor, batch: Mapping[str, Any]) -> None:
         if trainer is None or trainer.shape != sampler.shape:
@@ -319,13 +336,13 @@ class MismatchMeter(Feature):
         for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
             if getattr(args, name, False):
                 return f"{name}=True does not return log-probabilities"
-        if not self._recordable():
-            return "generation neither samples nor decodes greedily"
-        return "the sampler's log-probabilities could not be matched to the batch"
+        if getattr(self.run.trainer, "temperature", None) is None:
+            return "this trainer has no temperature"
+        return self._why_not_recordable() or "the sampler's log-probabilities could not be matched to the batch"
 
-    def _log_once(self, why: str) -> None:
+    def _log_once(self, why: str, what: str = f"{PREFIX}logp_mismatch_* are") -> None:
         if why not in self._logged and self.run.is_main:
-            logger.warning("precision/logp_mismatch_* are not logged: %s", why)
+            logger.warning("%s not logged: %s", what, why)
         self._logged.add(why)
 
 
