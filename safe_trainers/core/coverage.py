@@ -10,7 +10,7 @@ COVERED, NOT_APPLICABLE, UNCOVERED = "covered", "not applicable", "not covered"
 
 HOOKS = {
     "adapters": "the moment after TRL creates its adapters, before it moves the model or makes an optimizer",
-    "inputs": "every batch that TRL prepares for a model: training, rollout, scoring, tool images, evaluation",
+    "inputs": "every batch with images or audio that is prepared for a model: training, rollout, scoring, tool images",
     "rollout": "each turn of generation",
     "buffer": "the scored rollout batch, before TRL buffers and slices it",
 }
@@ -42,11 +42,14 @@ class SafetyContract:
         trainer: Name of the class.
         coverage: The guarantees.
         fired: How often each hook has fired, by hook.
+        due: How often something else has shown that a hook was due, by hook: the model got images, or
+            a rollout was scored.
     """
 
     trainer: str
     coverage: tuple[Coverage, ...]
     fired: Counter[str] = field(default_factory=Counter)
+    due: Counter[str] = field(default_factory=Counter)
 
     def __getitem__(self, area: str) -> Coverage:
         return next(coverage for coverage in self.coverage if coverage.area == area)
@@ -54,6 +57,10 @@ class SafetyContract:
     def missing(self) -> list[Coverage]:
         """Returns the covered guarantees whose hook has not fired yet."""
         return [c for c in self.coverage if c.state == COVERED and c.hook and not self.fired[c.hook]]
+
+    def broken(self) -> list[Coverage]:
+        """Returns the covered guarantees whose hook was due and has not fired."""
+        return [coverage for coverage in self.missing() if self.due[str(coverage.hook)]]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the contract as plain values for JSON."""

@@ -195,6 +195,12 @@ WARNINGS = index(
         "`model_init_kwargs={{'dtype': {wanted!r}}}`, and pass the model by name",
     ),
     Finding(
+        "guarantee-not-kept",
+        "the contract of {trainer} promises this hook for {when}. It was due before the first optimizer step, and was "
+        "not called, so that stock TRL's code ran in its place.",
+        "{fix}",
+    ),
+    Finding(
         "plan-not-kept",
         "an engine, a callback or other code changed the dtype after the trainer was built.",
         "set the run's own precision in the config of the engine (accelerate, FSDP, DeepSpeed), or none at all",

@@ -65,6 +65,17 @@ class MediaDecision:
     reason: str
 
 
+def takes_media(model: nn.Module, keys: Mapping[str, str]) -> bool:
+    """Whether a model takes one of the media inputs.
+
+    Args:
+        model: The model, possibly wrapped.
+        keys: Media keys and their feature methods, such as `MEDIA_KEYS`.
+    """
+    modules = {unwrap(model), *find_parts(model).containers}
+    return any(keys.keys() & inspect.signature(module.forward).parameters.keys() for module in modules)
+
+
 class MediaCaster:
     """Decides for each media key on its first batch whether to cast early, and casts all later batches accordingly.
 

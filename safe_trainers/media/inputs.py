@@ -66,6 +66,7 @@ class MediaInputs(Feature):
             return self._move(data)
         caster = self.caster
         media = caster.media(data)
+        self.run.coverage.fired["inputs"] += bool(media)
         if caster.undecided(data):
             caster.decide({key: self._move(value) for key, value in data.items()})
             for decision in caster.decisions.values():

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.coverage import COVERED, HOOKS, UNCOVERED
+from ..core.coverage import COVERED, UNCOVERED
 from ..core.dtypes import BFLOAT16, FLOAT32, SHORT, from_torch, join_dtypes
 from ..core.errors import Problem, warn
 from ..core.feature import Run
@@ -23,6 +23,7 @@ from ..policy.distributed import Engine, engine_copies
 from ..policy.resolve import PrecisionPolicy
 from ..rollout.alignment import RolloutAlignment
 from ..weights.cast import grouped
+from .contract_watch import broken_guarantees
 from .document import Cell, Report, Table
 
 
@@ -315,8 +316,8 @@ def _verdicts(run: Run, groups: tuple[Group, ...], planned: tuple[Group, ...] | 
     for coverage in run.coverage.coverage:
         if coverage.state == UNCOVERED:
             yield Problem(f"{coverage.area} is not covered: {coverage.detail}", level="note")
-        elif planned is not None and coverage.area == "adapters" and not run.coverage.fired[str(coverage.hook)]:
-            yield Problem(f"{coverage.area}: {HOOKS[str(coverage.hook)]} was never called", level="warning")
+    if planned is not None:
+        yield from (replace(problem, why="") for problem in broken_guarantees(run.coverage))
     if planned is None:
         yield Problem("planned; the first optimizer step that is not skipped confirms it", level="note")
         return

@@ -11,9 +11,9 @@ completions without a reward:
 | `precision/unrewarded_frac` | completions without any reward / completions | share |
 | `precision/unrewarded_frac/<function>` | completions without this function's reward / completions | share |
 
-A reward function that returns None or NaN gives no reward. The second metric is logged with several functions. TRL 1
-gives a completion without any reward no advantage; older releases count its reward as 0. If one of several functions
-gives no reward, the completion's reward is the sum of the others.
+A reward function that returns None or NaN gives no reward. The second metric is logged with several functions, if the
+trainer names them in `reward_func_names`. TRL 1 gives a completion without any reward no advantage; older releases
+count its reward as 0. If one of several functions gives no reward, the completion's reward is the sum of the others.
 """
 
 import logging

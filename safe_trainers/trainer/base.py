@@ -17,7 +17,7 @@ from ..core.device import Device, detect_device
 from ..core.dtypes import HALVES
 from ..core.errors import PrecisionError, raise_if, refuse
 from ..core.feature import Run
-from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts
+from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts, takes_media
 from ..media.inputs import MediaInputs
 from ..model.inventory import ModelInventory, take_inventory
 from ..model.parts import find_parts
@@ -64,8 +64,14 @@ class PrecisionBase(Trainer):
         bound = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
         model, training_args = bound["model"], bound["args"]
         run = self._run
-        run.coverage = contract_of(type(self), why_not_aligned(self, training_args), describe_engine(training_args))
+        run.coverage = contract_of(
+            type(self),
+            why_not_aligned(self, training_args),
+            describe_engine(training_args),
+            takes_media=takes_media(model, self.media_keys),
+        )
         run.begin(model, training_args, PrecisionSettings.of(training_args), self.features)
+        run.coverage.due["adapters"] += 1
         self._adapters_ready(model)
         construct(run, self._adapter_guard, model, bound.get("processing_class"), bound.get("train_dataset"))
         super().__init__(*args, **kwargs)
@@ -122,7 +128,6 @@ class PrecisionBase(Trainer):
         Returns:
             A new mapping of the same type; `inputs` is not changed.
         """
-        self._run.coverage.fired["inputs"] += 1
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)
         for feature in self._run.having("on_inputs"):
             prepared = feature.on_inputs(prepared)

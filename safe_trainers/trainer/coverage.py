@@ -1,5 +1,9 @@
 """Reads the safety contract of a trainer class: which parts of a run it covers, and by which hook."""
 
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 from ..core.coverage import COVERED, NOT_APPLICABLE, UNCOVERED, Coverage, SafetyContract
@@ -11,23 +15,36 @@ ABOVE, BELOW = "PrecisionMixin", "PrecisionBase"
 """Names of the classes above and below TRL's trainer."""
 
 
-def contract_of(trainer_class: type, not_aligned: str | None = None, engine: str | None = None) -> SafetyContract:
+_GENERATES = {"generate", "generate_batch", "unwrap_model_for_generation", "rollout_worker"}
+"""Names of which a method that generates calls at least one."""
+_PREPARE, _STEP = "_prepare_inputs", "training_step"
+
+
+def contract_of(
+    trainer_class: type, not_aligned: str | None = None, engine: str | None = None, takes_media: bool = True
+) -> SafetyContract:
     """Returns the safety contract of a trainer class.
+
+    What a class does is read from the names that its methods use: whether one calls a function that generates, and
+    whether the `_prepare_inputs` of `Trainer` is still called. A run then counts how often each hook fires.
 
     Args:
         trainer_class: A class built from `PrecisionMixin`, a TRL trainer and `PrecisionBase`.
         not_aligned: Why a run does not generate in the compute context of training; `None` if it does.
         engine: Which engine generates and in which dtype; `None` for the model's own `generate`.
+        takes_media: Whether the model takes images or audio.
 
     Returns:
         The contract, with no hook fired.
     """
-    generates = any(
-        name.startswith(("_generate", "generate")) or name == "rollout_worker"
-        for base in trainer_class.__mro__
-        if base.__module__.split(".")[0] not in {"safe_trainers", "transformers", "builtins"}
-        for name in vars(base)
-    )
+    methods = list(_methods(trainer_class))
+    generates = any(name.startswith(("_generate", "generate")) or _GENERATES & names for name, names in methods)
+    if not takes_media:
+        media = Coverage("media", NOT_APPLICABLE, "the model takes no images or audio")
+    elif _prepares_inputs(methods):
+        media = Coverage("media", COVERED, f"{_PREPARE} casts media inputs to the dtype of their tower", "inputs")
+    else:
+        media = Coverage("media", UNCOVERED, f"the class prepares its batches without the {_PREPARE} of `Trainer`")
     if not_aligned is not None and generates:
         rollout = Coverage("rollout", UNCOVERED, not_aligned)
     elif _inherits(trainer_class, ROLLOUT_METHOD):
@@ -47,13 +64,55 @@ def contract_of(trainer_class: type, not_aligned: str | None = None, engine: str
     return SafetyContract(
         trainer_class.__name__,
         (
-            Coverage("media", COVERED, "_prepare_input(s) casts media inputs to the dtype of their tower", "inputs"),
+            media,
             Coverage("boundaries", COVERED, "placed in the model and in a reference model where two dtypes can meet"),
             Coverage("adapters", COVERED, "_adapters_ready restores the values that PEFT created", "adapters"),
             rollout,
             buffer,
         ),
     )
+
+
+def _methods(trainer_class: type) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yields the methods of TRL's and the user's classes, most derived first, each with the names that it uses."""
+    for base in trainer_class.__mro__:
+        if base.__module__.split(".")[0] in {"safe_trainers", "transformers", "builtins"}:
+            continue
+        for name, value in vars(base).items():
+            function = _function(value)
+            if function is not None:
+                yield name, frozenset(_names(function.__code__))
+
+
+def _function(value: Any) -> FunctionType | None:
+    """Returns the function in an attribute of a class, without its decorators; `None` if there is none."""
+    if isinstance(value, (property, functools.cached_property)):
+        value = value.fget if isinstance(value, property) else value.func
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    value = inspect.unwrap(value) if callable(value) else value
+    return value if isinstance(value, FunctionType) else None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the names of globals and attributes that a function uses, and the functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _prepares_inputs(methods: list[tuple[str, frozenset[str]]]) -> bool:
+    """Whether batches pass the `_prepare_inputs` below TRL's trainer, or a method calls `_prepare_input` itself."""
+
+    def is_replaced(method: str) -> bool:
+        return any(name == method and not {"super", method} <= names for name, names in methods)
+
+    if any("_prepare_input" in names for _, names in methods):
+        return True
+    if is_replaced(_PREPARE):
+        return any(name != _PREPARE and {"super", _PREPARE} <= names for name, names in methods)
+    return not is_replaced(_STEP) or any(_PREPARE in names for _, names in methods)
 
 
 def why_not_aligned(trainer: Any, args: Any) -> str | None:

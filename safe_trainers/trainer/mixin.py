@@ -26,6 +26,7 @@ from ..numerics.loss_scale import reset_unusable_scale
 from ..numerics.overflow_probe import OverflowProbe
 from ..numerics.step_monitor import StepMonitor
 from ..policy import distributed
+from ..report.contract_watch import ContractWatch
 from ..report.reporter import Reporter
 from ..rollout.alignment import RolloutAlignment
 from ..rollout.correction import RolloutCorrection
@@ -65,6 +66,7 @@ class PrecisionMixin(ExactCheckpoints):
         TruncationCorrection,
         RolloutCorrection,
         MismatchMeter,
+        ContractWatch,
         Reporter,
         OverflowProbe,
         StepMonitor,

@@ -90,6 +90,71 @@ def test_a_class_that_generates_elsewhere_says_so():
     assert "not in _generate_single_turn" in str(contract)
 
 
+STATES = {
+    "a2po.A2PO": ("not covered", "not covered"),  # calls `generate` in `_prepare_inputs`
+    "async_grpo.AsyncGRPO": ("covered", "not covered"),  # a worker generates
+    "bema_for_ref_model.DPO": ("covered", "not applicable"),
+    "cpo.CPO": ("covered", "not covered"),  # generates for logs of evaluations
+    "distillation.Distillation": ("covered", "covered"),
+    "gkd.GKD": ("covered", "not covered"),
+    "gold.GOLD": ("not covered", "not covered"),
+    "iw_opd.IWOPD": ("not covered", "not covered"),
+    "kto.KTO": ("covered", "not applicable"),
+    "online_dpo.OnlineDPO": ("not covered", "not covered"),  # a training step of its own
+    "orpo.ORPO": ("covered", "not covered"),
+    "sdft.SDFT": ("not covered", "not covered"),
+    "sdpo.SDPO": ("not covered", "not covered"),
+    "tpo.TPO": ("covered", "not applicable"),
+}
+"""Media and rollout of experimental trainers."""
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_experimental_trainers_promise(name):
+    module, _, algorithm = name.partition(".")
+    stock = getattr(pytest.importorskip(f"trl.experimental.{module}"), f"{algorithm}Trainer")
+    contract = contract_of(type("Safe", (PrecisionMixin, stock, PrecisionBase), {}))
+    assert (contract["media"].state, contract["rollout"].state) == STATES[name]
+
+
+def test_what_a_class_of_the_user_calls_counts_too():
+    class Sampler(DPOTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            self.samples = [model.generate(**row) for row in inputs["rows"]]
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    class Preparer(DPOTrainer):
+        def _prepare_inputs(self, inputs):
+            return {key: value.to(self.args.device) for key, value in inputs.items()}
+
+    class Extender(DPOTrainer):
+        def _prepare_inputs(self, inputs):
+            return {**super()._prepare_inputs(inputs), "extra": 1}
+
+    def states(between):
+        contract = contract_of(type("Safe", (PrecisionMixin, between, PrecisionBase), {}))
+        return contract["media"].state, contract["rollout"].state
+
+    assert states(DPOTrainer) == states(Extender) == ("covered", "not applicable")
+    assert states(Sampler) == ("covered", "not covered")
+    assert states(Preparer) == ("not covered", "not applicable")
+
+
+def test_a_model_that_takes_no_media_needs_no_hook_for_them():
+    contract = contract_of(SafeGRPOTrainer, takes_media=False)
+    assert contract["media"].state == "not applicable"
+    assert "media" not in {c.area for c in contract.missing()}
+
+
+def test_a_guarantee_is_broken_if_its_hook_was_due():
+    contract = contract_of(SafeGRPOTrainer)
+    assert contract.broken() == []
+    contract.due["inputs"] += 1
+    assert [c.area for c in contract.broken()] == ["media"]
+    contract.fired["inputs"] += 1
+    assert contract.broken() == []
+
+
 def test_the_classes_are_what_they_replace():
     for safe in (SafeGRPOTrainer, SafeRLOOTrainer, SafeSFTTrainer, SafeRewardTrainer):
         assert issubclass(safe, getattr(trl, safe.__name__.removeprefix("Safe")))
