@@ -3,11 +3,13 @@
 Stock cannot build the asynchronous trainers without CUDA, and `ServerDistillationTrainer` not without a server.
 """
 
+import functools
 import logging
 
 import cells
 import pytest
 import torch
+import transformers
 import trl
 from cells import Cell
 from datasets import Dataset
@@ -145,11 +147,48 @@ def losses(trainer):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL, about trainers that became stable
 @pytest.mark.parametrize("name", MADE)
-def test_what_stock_trains_the_safe_one_trains(name):
+def test_what_stock_trains_the_safe_one_trains(name, monkeypatch):
     module, stock, safe = classes(name)
     expected = losses(train(stock, MADE[name](module)))
     assert len(expected) == 2
-    assert losses(train(safe, MADE[name](module))) == expected
+    generate, calls = transformers.GenerationMixin.generate, []
+
+    @functools.wraps(generate)
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", counted)
+    trainer = train(safe, MADE[name](module))
+    assert losses(trainer) == expected
+    contract = trainer.precision.coverage
+    assert contract.broken() == []
+    assert contract["media"].state == "not applicable"  # a model of text
+    if calls:
+        assert contract["rollout"].state == ("covered" if contract.fired["rollout"] else "not covered")
+    elif name not in ("cpo.CPO", "orpo.ORPO"):  # these generate in evaluations, if they are asked to
+        assert contract["rollout"].state == "not applicable"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0], ids=["off policy", "on policy"])
+def test_images_that_a_trainer_prepares_itself_are_not_covered(share):
+    module, stock, safe = classes("gold.GOLD")
+
+    def arguments():
+        return {
+            "model": tiny.build_model("llava"),
+            "processing_class": tiny.build_processor("llava"),
+            "teacher_model": tiny.build_model("llava", seed=1),
+            "args": module.GOLDConfig(**settings(max_completion_length=4, lmbda=share, max_length=128)),
+            "train_dataset": tiny.sft_dataset(ROWS, seed=0),
+        }
+
+    expected = losses(train(stock, arguments()))
+    trainer = train(safe, arguments())
+    contract = trainer.precision.coverage
+    assert losses(trainer) == expected
+    assert (contract["media"].state, contract.fired["inputs"]) == ("not covered", 0)
+    assert contract.due["inputs"] > 0
 
 
 def test_the_total_of_all_rewards_is_counted_where_trl_keeps_no_names(caplog):
