@@ -105,7 +105,7 @@ class MediaCaster:
 
     def media(self, batch: Mapping[str, Any]) -> list[str]:
         """Returns the keys of floating-point media tensors in `batch`."""
-        return [key for key, value in batch.items() if key in self._keys and _is_floating(value)]
+        return [key for key, value in batch.items() if key in self._keys and has_floating(value)]
 
     def undecided(self, batch: Mapping[str, Any]) -> list[str]:
         """Returns the media keys of `batch` that are not decided yet."""
@@ -366,7 +366,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _is_floating(value: Any) -> bool:
+def has_floating(value: Any) -> bool:
+    """Whether a value is a floating-point tensor, or nested lists with one."""
     return next(_tensors(value), None) is not None
 
 

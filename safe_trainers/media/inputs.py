@@ -84,6 +84,8 @@ class MediaInputs(Feature):
         """
         batch = call()
         self.run.coverage.fired["buffer"] += 1
+        if not isinstance(batch, Mapping):
+            return batch
         caster = self.caster
         cast = {key: new for key in caster.media(batch) if (new := caster.cast(key, batch[key])) is not batch[key]}
         return {**batch, **cast} if cast else batch

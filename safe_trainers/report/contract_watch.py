@@ -12,6 +12,7 @@ from ..core.coverage import HOOKS, SafetyContract
 from ..core.errors import Problem, warn
 from ..core.feature import Feature, Run
 from ..core.trl import BUFFER_METHOD, ROLLOUT_METHOD
+from ..media.caster import has_floating
 from ..model.parts import find_parts
 
 
@@ -93,4 +94,4 @@ def broken_guarantees(contract: SafetyContract) -> Iterator[Problem]:
 
 def _count(due: Counter[str], keys: frozenset[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A function of the module level, so that a hooked model can be copied and pickled."""
-    due["inputs"] += any(kwargs.get(key) is not None for key in keys)
+    due["inputs"] += any(has_floating(kwargs.get(key)) for key in keys)

@@ -51,6 +51,7 @@ from .truncation import TruncationCorrection
 logger = logging.getLogger(__name__)
 
 TRL_SAMPLER_KEY = "sampling_per_token_logps"
+_COMPLETIONS = ("completion_ids", "completion_mask")
 UNREWARDED = f"{PREFIX}unrewarded_frac"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -130,10 +131,11 @@ class MismatchMeter(Feature):
         finally:
             self._turns = self._forwards = None
         self._synced = samples_from_current_weights(self.run)
+        if not _has_completions(batch):
+            self._log_once(f"the rollout batches of this trainer do not have {' and '.join(_COMPLETIONS)}")
+            return _with_finite_weights(batch)
         recorded = batch.get(TRL_SAMPLER_KEY) is None
-        completions = batch.get("completion_ids")
-        aligned = align(turns, completions) if recorded and completions is not None else None
-        sampler = aligned if recorded else batch[TRL_SAMPLER_KEY]
+        sampler = align(turns, batch["completion_ids"]) if recorded else batch[TRL_SAMPLER_KEY]
         if sampler is None:
             self._log_once(self._why_absent())
         else:
@@ -146,8 +148,9 @@ class MismatchMeter(Feature):
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions, and keeps the log-probabilities during a measurement."""
         result = call()
-        if self._forwards is not None:
-            self._forwards.append(result[0].detach())
+        logps = result[0] if isinstance(result, tuple) and result else result
+        if self._forwards is not None and isinstance(logps, torch.Tensor):
+            self._forwards.append(logps.detach())
         return result
 
     def on_loss_inputs(self, inputs: Any) -> Any:
@@ -160,7 +163,7 @@ class MismatchMeter(Feature):
         batch, self._slice = self._slice, {}
         sampler = batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
         scored = any(key in batch for key in OLD_KEYS)
-        if (sampler is None and not scored) or not self._measures():
+        if (sampler is None and not scored) or not _has_completions(batch) or not self._measures():
             return call()
         forwards: list[torch.Tensor] = []
         self._forwards = forwards
@@ -346,9 +349,14 @@ class MismatchMeter(Feature):
         self._logged.add(why)
 
 
+def _has_completions(batch: Any) -> bool:
+    """Whether a batch has what the measurement needs under TRL's names."""
+    return isinstance(batch, Mapping) and all(isinstance(batch.get(key), torch.Tensor) for key in _COMPLETIONS)
+
+
 def _with_finite_weights(batch: Any) -> Any:
     """Returns the batch, or raises `PrecisionError` if an importance weight is not finite."""
-    weights = batch.get("importance_sampling_ratio")
+    weights = batch.get("importance_sampling_ratio") if isinstance(batch, Mapping) else None
     if weights is None or weights.isfinite().all():
         return batch
     what, fix = "infinite", "`vllm_importance_sampling_clip_max=3.0`"

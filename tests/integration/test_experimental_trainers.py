@@ -244,6 +244,31 @@ def test_one_reward_model_that_is_no_list():
     assert "reward model 1" in str(trainer.precision.report)
 
 
+def test_a_batch_with_other_names_is_not_measured(caplog):
+    """A stand-in for trainers that descend from GRPO and name the parts of a batch differently."""
+
+    class OtherNames(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, *args, **kwargs):
+            batch = super()._generate_and_score_completions(*args, **kwargs)
+            return {f"my_{key}" if key == "completion_mask" else key: value for key, value in batch.items()}
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            named = {**inputs, "completion_mask": inputs["my_completion_mask"]}
+            return super().compute_loss(model, named, *args, **kwargs)
+
+    class SafeOtherNames(PrecisionMixin, OtherNames, PrecisionBase):
+        pass
+
+    def arguments():
+        return cells.arguments(Cell("text", "grpo", "fp32", None), trl.GRPOConfig, num_iterations=2)
+
+    expected = losses(train(OtherNames, arguments()))
+    with caplog.at_level(logging.WARNING, "safe_trainers"):
+        trainer = train(SafeOtherNames, arguments())
+    assert losses(trainer) == expected
+    assert len([r for r in caplog.records if "do not have completion_ids and completion_mask" in r.message]) == 1
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_loss_is_divided_by_the_tokens_of_the_whole_step(monkeypatch):
     """TRL 1.9 calls the function that its own test replaces on its own class, so that test fails for any subclass."""
