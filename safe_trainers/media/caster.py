@@ -8,6 +8,7 @@ batch: the batch's own values may be numbers that the narrower dtype holds exact
 import contextlib
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,21 @@ def takes_media(model: nn.Module, keys: Mapping[str, str]) -> bool:
     return any(keys.keys() & inspect.signature(module.forward).parameters.keys() for module in modules)
 
 
+def count_media(
+    due: Counter[str], keys: frozenset[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Counts a call of a model with media; a forward pre-hook of the module level, so that models can be pickled.
+
+    Args:
+        due: The count, under the key `"inputs"`.
+        keys: Media keys.
+        module: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    due["inputs"] += any(_is_floating(kwargs.get(key)) for key in keys)
+
+
 class MediaCaster:
     """Decides for each media key on its first batch whether to cast early, and casts all later batches accordingly.
 
@@ -105,7 +121,7 @@ class MediaCaster:
 
     def media(self, batch: Mapping[str, Any]) -> list[str]:
         """Returns the keys of floating-point media tensors in `batch`."""
-        return [key for key, value in batch.items() if key in self._keys and has_floating(value)]
+        return [key for key, value in batch.items() if key in self._keys and _is_floating(value)]
 
     def undecided(self, batch: Mapping[str, Any]) -> list[str]:
         """Returns the media keys of `batch` that are not decided yet."""
@@ -366,8 +382,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def has_floating(value: Any) -> bool:
-    """Whether a value is a floating-point tensor, or nested lists with one."""
+def _is_floating(value: Any) -> bool:
     return next(_tensors(value), None) is not None
 
 

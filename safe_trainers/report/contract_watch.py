@@ -1,18 +1,16 @@
 """Compares the safety contract of a trainer with what happened until the first optimizer step."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.coverage import HOOKS, SafetyContract
 from ..core.errors import Problem, warn
 from ..core.feature import Feature, Run
 from ..core.trl import BUFFER_METHOD, ROLLOUT_METHOD
-from ..media.caster import has_floating
+from ..media.caster import count_media
 from ..model.parts import find_parts
 
 
@@ -40,7 +38,7 @@ class ContractWatch(Feature):
         # torch.compile would compile hooks into the model, and `nn.DataParallel` would run them in threads.
         if self._checked or getattr(args, "torch_compile", False) or args.n_gpu > 1:
             return
-        count = partial(_count, self.run.coverage.due, frozenset(self.run.trainer.media_keys))
+        count = partial(count_media, self.run.coverage.due, frozenset(self.run.trainer.media_keys))
         self._handles = [
             container.register_forward_pre_hook(count, with_kwargs=True)
             for container in find_parts(self.run.model).containers
@@ -90,8 +88,3 @@ def broken_guarantees(contract: SafetyContract) -> Iterator[Problem]:
         hook = str(coverage.hook)
         given = f"{coverage.area}: the hook {hook!r} never fired"
         yield warn("guarantee-not-kept", given, trainer=contract.trainer, when=HOOKS[hook], fix=_FIXES[hook])
-
-
-def _count(due: Counter[str], keys: frozenset[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """A function of the module level, so that a hooked model can be copied and pickled."""
-    due["inputs"] += any(has_floating(kwargs.get(key)) for key in keys)
