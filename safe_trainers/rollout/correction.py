@@ -17,7 +17,7 @@ from ..core.feature import Feature, Run
 from ..core.trl import uses_continuous_batching
 from ..policy.settings import LOSS
 from .logprob_recorder import SAMPLER_KEY
-from .mismatch import Limits, limits_of, sampled_mask
+from .mismatch import Limits, limits_of
 
 
 ADVANTAGES = "advantages"
@@ -28,6 +28,16 @@ OLD_KEYS = ("old_per_token_logps", "old_logps")
 def corrects_generate(run: Run) -> bool:
     """Whether the losses of samples of `generate` are weighted; TRL weights those of vLLM itself."""
     return run.settings.rollout_correction and not getattr(run.args, "use_vllm", False)
+
+
+def sampled_mask(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Returns 1 for the tokens that the model sampled, and 0 for padding and results of tools, (B, C).
+
+    Args:
+        batch: The rollout batch, or a slice of it.
+    """
+    mask: torch.Tensor = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def importance_weights(difference: torch.Tensor, limits: Limits) -> torch.Tensor:

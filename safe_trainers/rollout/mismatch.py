@@ -35,7 +35,6 @@ policy has not changed, if it compared with the sampler's log-probabilities.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,16 +104,6 @@ def limits_of(args: Any) -> Limits | None:
         upper = getattr(args, "epsilon_high", None)
         clip = (1 - epsilon, 1 + (epsilon if upper is None else upper))
     return Limits(low, high, str(mode).startswith("sequence"), clip, str(mode).endswith("mask"))
-
-
-def sampled_mask(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Returns 1 for the tokens that the model sampled, and 0 for padding and results of tools, (B, C).
-
-    Args:
-        batch: The rollout batch, or a slice of it.
-    """
-    mask: torch.Tensor = batch["completion_mask"]
-    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def tally(

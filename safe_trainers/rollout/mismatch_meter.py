@@ -30,7 +30,7 @@ from ..core.trl import BUFFER_METHOD, trl_bases
 from ..model.parts import unwrap
 from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
-from .correction import OLD_KEYS, corrects_generate
+from .correction import OLD_KEYS, corrects_generate, sampled_mask
 from .logprob_recorder import ARGUMENT, RECORDED_MODES, SAMPLER_KEY, Turn, align, takes_recording
 from .mismatch import (
     EPS,
@@ -40,7 +40,6 @@ from .mismatch import (
     limits_of,
     loss_tally,
     metrics,
-    sampled_mask,
     sequence_moments,
     tally,
 )

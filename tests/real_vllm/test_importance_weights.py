@@ -5,8 +5,8 @@ import torch
 from cells import Cell
 
 from safe_trainers import SafeGRPOConfig
-from safe_trainers.rollout.correction import importance_weights
-from safe_trainers.rollout.mismatch import limits_of, sampled_mask
+from safe_trainers.rollout.correction import importance_weights, sampled_mask
+from safe_trainers.rollout.mismatch import limits_of
 
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
