@@ -8,7 +8,7 @@ import cells
 import pytest
 from matplotlib.figure import Figure
 
-from safe_trainers import SafeGRPOTrainer
+from safe_trainers import PrecisionError, SafeGRPOTrainer
 from safe_trainers.cli import plot
 from safe_trainers.cli.main import main
 from safe_trainers.testing import fp16_on_cpu
@@ -125,7 +125,8 @@ def test_a_real_fp16_run_with_skipped_steps(tmp_path, drawn, capsys):
         save_strategy="steps",
         save_steps=3,
     )
-    fp16_on_cpu(SafeGRPOTrainer)(**arguments).train()
+    with pytest.raises(PrecisionError, match="no-step-taken"):  # after the last checkpoint
+        fp16_on_cpu(SafeGRPOTrainer)(**arguments).train()
     assert main(["plot", str(tmp_path / "run")]) == 0
     # There is no log.json: the newest checkpoint has the log, and the plot is beside it.
     assert (tmp_path / "run" / "checkpoint-3" / "plot.png").read_bytes().startswith(PNG)
