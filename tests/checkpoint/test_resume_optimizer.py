@@ -1,9 +1,12 @@
 """A resume with another optimizer, without its state, or with adapters that keep scores of their own."""
 
+from importlib.metadata import version
+
 import cells
 import pytest
 import torch
 from cells import Cell
+from packaging.version import Version
 from peft import AdaLoraConfig
 from policing import reset_accelerate
 from transformers import TrainerCallback
@@ -74,6 +77,9 @@ def adalora():
     )
 
 
+@pytest.mark.skipif(
+    Version(version("peft")) < Version("0.21"), reason="AdaLoRA of this PEFT does not resume exactly for other reasons"
+)
 @pytest.mark.parametrize("safe", [True, False])
 def test_the_scores_of_adalora_are_resumed(tmp_path, safe):
     """The checkpoint is from before the first ranks are removed: PEFT saves only the rest, in smaller tensors."""
