@@ -202,7 +202,7 @@ class MismatchMeter(Feature):
             found = [(name, int(n)) for name, n in zip(known, infinite.sum(0).tolist(), strict=True) if n]
             given = ", ".join(f"{n} of {len(rewards)} rewards of {name} are infinite" for name, n in found)
             raise PrecisionError([refuse("infinite-rewards", given, function=found[0][0])])
-        self._check_spread(rewards)
+        self._check_spread(columns)
         if self.run.settings.precision_metrics:
             missing = columns.isnan().cpu()
             counted = {"": missing.all(1)}
@@ -215,15 +215,16 @@ class MismatchMeter(Feature):
         return rewards
 
     def _check_spread(self, rewards: torch.Tensor) -> None:
-        """Refuses rewards whose standard deviation overflows float32, if TRL divides by it."""
+        """Refuses rewards, (N, F), whose standard deviation overflows float32, if TRL divides by it."""
         trainer: Any = self.run.trainer
         scale = getattr(trainer, "scale_rewards", "none")
         if scale in ("none", False):
             return
-        total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(1)
-        size = (
-            trainer.num_generations if scale != "batch" and len(total) % trainer.num_generations == 0 else len(total)
-        )
+        weights = getattr(trainer, "reward_weights", None)
+        if weights is not None and len(weights) == rewards.shape[1]:  # else the trainer returns their sum
+            rewards = rewards * weights.to(rewards.device)
+        total, size = rewards.nansum(1), getattr(trainer, "num_generations", 0)
+        size = size if size and scale != "batch" and len(total) % size == 0 else len(total)
         groups = total.view(-1, size)
         if not (groups - groups.mean(1, keepdim=True)).square().sum(1).isfinite().all():
             given = f"rewards up to {total.abs().max().item():.3g} in a group"

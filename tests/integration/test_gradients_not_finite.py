@@ -8,12 +8,13 @@ from importlib.metadata import version
 import cells
 import pytest
 import torch
+import trl
 from cells import Cell
 from packaging.version import Version
 from policing import reset_accelerate
 from transformers import TrainerCallback
 
-from safe_trainers import CheckpointError, PrecisionError, PrecisionWarning
+from safe_trainers import CheckpointError, PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning
 from safe_trainers.checkpoint.folder import NOT_FINITE, checkpoints_in
 from safe_trainers.numerics.gradient_norm import GradientNorm
 from safe_trainers.testing import fp16_on_cpu
@@ -248,3 +249,24 @@ def test_rewards_whose_spread_overflows_end_the_run(task, finding):
         trainer.train()
     assert task == "rloo" or "rewards up to 3e+38 in a group" in str(caught.value)
     assert finite(trainer.model)
+
+
+def test_rewards_that_a_trainer_has_summed_are_checked_too():
+    """A stand-in for trainers that return the sum of all rewards, (N,), with more weights than columns."""
+
+    class Summed(trl.GRPOTrainer):
+        rewards = torch.tensor([0.0, 1.0, 0.0, 1.0])
+
+        def _calculate_rewards(self, *args, **kwargs):
+            self.reward_weights = torch.ones(3)
+            return self.rewards
+
+    class SafeSummed(PrecisionMixin, Summed, PrecisionBase):
+        pass
+
+    reset_accelerate()
+    trainer = SafeSummed(**cells.arguments(Cell("text", "grpo", "fp32", None), cells.SAFE_CONFIG["grpo"]))
+    assert torch.equal(trainer._calculate_rewards(), trainer.rewards)
+    trainer.rewards = trainer.rewards * 3e38
+    with pytest.raises(PrecisionError, match="rewards-overflow"):
+        trainer._calculate_rewards()
