@@ -59,6 +59,21 @@ def importance_weights(difference: torch.Tensor, limits: Limits) -> torch.Tensor
     return weights if limits.low is None and limits.high is None else weights.clamp(limits.low, limits.high)
 
 
+def check_weights(weights: torch.Tensor) -> None:
+    """Raises `PrecisionError` if an importance weight is not finite, which would make the loss NaN.
+
+    Args:
+        weights: The weights, of any shape.
+    """
+    if weights.isfinite().all():
+        return
+    what, fix = "infinite", "`vllm_importance_sampling_clip_max=3.0`"
+    if weights.isnan().any():  # TRL 1.16 and later give such a token weight 1
+        what, fix = "missing", "`vllm_importance_sampling_correction=False`, or pip install 'trl>=1.16'"
+    given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
+    raise PrecisionError([refuse("importance-weights-not-finite", given, what=what, fix=fix)])
+
+
 class RolloutCorrection(Feature):
     """Replaces what a loss compares its log-probabilities with, in a copy of the batch.
 
@@ -123,7 +138,7 @@ class RolloutCorrection(Feature):
         if corrects_generate(self.run) and self._limits is not None:
             difference = (batch.get(OLD_KEYS[0], now) - batch[SAMPLER_KEY]).where(mask != 0, 0.0)
             weights = importance_weights(difference, self._limits)
-            _check_finite(weights)
+            check_weights(weights)
             advantages = batch[ADVANTAGES]
             batch[ADVANTAGES] = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages) * weights
         return result
@@ -145,13 +160,6 @@ class RolloutCorrection(Feature):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores when the buffered batch was scored."""
         self.run.scored_at = dict(state)
-
-
-def _check_finite(weights: torch.Tensor) -> None:
-    if not weights.isfinite().all():
-        given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
-        fix = "`vllm_importance_sampling_clip_max=3.0`"
-        raise PrecisionError([refuse("importance-weights-not-finite", given, what="infinite", fix=fix)])
 
 
 def _refusal(reason: str) -> Problem:

@@ -30,7 +30,7 @@ from ..core.trl import BUFFER_METHOD, trl_bases
 from ..model.parts import unwrap
 from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
-from .correction import OLD_KEYS, corrects_generate, sampled_mask
+from .correction import OLD_KEYS, check_weights, corrects_generate, sampled_mask
 from .logprob_recorder import ARGUMENT, RECORDED_MODES, SAMPLER_KEY, Turn, align, takes_recording
 from .mismatch import (
     EPS,
@@ -357,13 +357,9 @@ def _has_completions(batch: Any) -> bool:
 def _with_finite_weights(batch: Any) -> Any:
     """Returns the batch, or raises `PrecisionError` if an importance weight is not finite."""
     weights = batch.get("importance_sampling_ratio") if isinstance(batch, Mapping) else None
-    if weights is None or weights.isfinite().all():
-        return batch
-    what, fix = "infinite", "`vllm_importance_sampling_clip_max=3.0`"
-    if weights.isnan().any():  # TRL 1.16 and later give such a token weight 1
-        what, fix = "missing", "`vllm_importance_sampling_correction=False`, or pip install 'trl>=1.16'"
-    given = f"{int((~weights.isfinite()).sum())} of {weights.numel()} importance weights are not finite"
-    raise PrecisionError([refuse("importance-weights-not-finite", given, what=what, fix=fix)])
+    if weights is not None:
+        check_weights(weights)
+    return batch
 
 
 def check_reward_weights(args: Any) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from ..core.errors import PrecisionError, refuse
 from ..core.patches import replace
 from ..model.parts import find_parts, unwrap
-from ..weights.merged import is_packed, weights_of
+from ..weights.merged import is_packed, rounded, weights_of
 from .vllm import model_of, weights_reloaded
 from .weight_sync import AdapterSync
 
@@ -166,9 +166,10 @@ class NativeSync(AdapterSync):
         for name, layer, adapter in _layers(self._model):
             first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
             dtype = self._dtype or _dtype_of(layer)
-            tensors[f"base_model.model.{name}.lora_A.weight"] = first.to(dtype).contiguous()
-            scaled = second.float() * layer.scaling[adapter]
-            tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.to(dtype).contiguous()
+            factors = (("lora_A", first), ("lora_B", second.float() * layer.scaling[adapter]))
+            for factor, exact in factors:
+                key = f"base_model.model.{name}.{factor}.weight"
+                tensors[key] = rounded(exact, dtype, key).contiguous()
             rank = max(rank, layer.r[adapter])
         folder = Path(self._folder.name)
         save_file(tensors, folder / "adapter_model.safetensors")

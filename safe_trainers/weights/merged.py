@@ -67,13 +67,29 @@ class Weight:
         Raises:
             PrecisionError: If a finite number becomes infinite.
         """
-        target = self.held if self.fixed or dtype is None else dtype
-        cast = exact.to(target)
-        if target == torch.float16 != exact.dtype and bool((cast.isinf() & exact.isfinite()).any()):
-            largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
-            what = "merged weights in float16"
-            raise PrecisionError([refuse("merged-weights-overflow", what, name=self.name, value=f"{largest:,.0f}")])
-        return cast
+        return rounded(exact, self.held if self.fixed or dtype is None else dtype, self.name)
+
+
+def rounded(exact: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Casts a tensor, unless a finite number becomes infinite.
+
+    Args:
+        exact: The tensor, of any shape.
+        dtype: The dtype to cast to.
+        name: Name of the tensor for the error message.
+
+    Returns:
+        The cast tensor; the same tensor if it has the dtype already.
+
+    Raises:
+        PrecisionError: If a finite number becomes infinite.
+    """
+    cast = exact.to(dtype)
+    if dtype == torch.float16 != exact.dtype and bool((cast.isinf() & exact.isfinite()).any()):
+        largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+        what = "merged weights in float16"
+        raise PrecisionError([refuse("merged-weights-overflow", what, name=name, value=f"{largest:,.0f}")])
+    return cast
 
 
 def merged_weights(model: nn.Module, dtype: str | torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

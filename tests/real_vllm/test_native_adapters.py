@@ -150,3 +150,12 @@ def test_an_engine_that_ignores_factors_is_refused(native):
         trainer.train()
     assert "model.layers.0.self_attn.q_proj" in str(caught.value)
     assert "fix: adapter_sync='merged'" in str(caught.value)
+
+
+def test_factors_that_overflow_float16_are_refused(native):
+    trainer, _ = native(weights="fp16", flag="fp16")
+    with torch.no_grad():
+        next(p for name, p in trainer.model.named_parameters() if "lora_B" in name).fill_(1e5)
+    with pytest.raises(PrecisionError, match="merged-weights-overflow") as caught:
+        trainer.vllm_generation.sync_weights()
+    assert "self_attn.q_proj.lora_B.weight contains 200,000" in str(caught.value)
