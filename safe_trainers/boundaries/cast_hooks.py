@@ -18,7 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.patches import replace, restore
 from ..model.inventory import first_dtype
-from ..model.parts import FEATURE_METHODS, MATMUL_LEAVES, NORM_LEAVES, ModelParts, adapter_parameters, is_quantized
+from ..model.parts import (
+    FEATURE_METHODS,
+    MATMUL_LEAVES,
+    NORM_LEAVES,
+    ModelParts,
+    adapter_parameters,
+    input_embeddings,
+    is_quantized,
+)
 
 
 _LEAVES = (*MATMUL_LEAVES, *NORM_LEAVES)
@@ -168,7 +176,9 @@ def _features_follow_embeddings(function: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(function)
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = function(self, *args, **kwargs)
-        embeddings = self.get_input_embeddings()  # type: ignore[operator]
+        embeddings = input_embeddings(self)
+        if embeddings is None:
+            return output
         wide = _widen in embeddings._forward_hooks.values()
         dtype = torch.float32 if wide else first_dtype(embeddings)
         return output if dtype is None else cast_floating(output, dtype)
@@ -181,7 +191,13 @@ def _own_weight(leaf: nn.Module) -> torch.Tensor | None:
     """Returns the weight with which a layer multiplies its input; `None` for other modules."""
     if isinstance(leaf, nn.MultiheadAttention):
         return leaf.in_proj_weight if leaf.in_proj_weight is not None else leaf.q_proj_weight
-    weight = leaf.weight if isinstance(leaf, _LEAVES) else None
+    if not isinstance(leaf, _LEAVES):
+        return None
+    # `leaf.weight` of a parametrised layer (spectral norm) would be computed, which may change its state.
+    weight = leaf._parameters.get("weight", leaf.__dict__.get("weight"))
+    if weight is None and "parametrizations" in leaf._modules:
+        parametrized: Any = leaf.parametrizations
+        weight = next(parametrized.weight.parameters(), None) if "weight" in parametrized else None
     return weight if isinstance(weight, torch.Tensor) else None
 
 

@@ -1,5 +1,6 @@
 """Decides from the policy and the inventory where a model needs casts, and installs them."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,13 @@ from torch import nn
 from ..core.dtypes import FLOAT32, HALVES, join_dtypes
 from ..model.inventory import ModelInventory
 from ..model.parts import find_parts, unwrap
+from ..model.trial_forward import Trial, try_sample
 from ..policy.resolve import PrecisionPolicy
 from .cast_hooks import guard_features, guard_leaves, widen_embeddings
+from .operation_casts import MatchDtypes, Places, guard_operations
 
 
-INPUT, OUTPUT = "input", "output"
+INPUT, OUTPUT, OPERATIONS = "input", "output", "operations"
 FEATURES, EMBEDDINGS = "features", "embeddings"
 
 
@@ -24,8 +27,10 @@ class Boundary:
     Attributes:
         side: `"input"`: inputs of the layers of `module` are cast to the dtype of their weights. `"output"`: outputs
             of towers are cast to the dtype of the input embeddings, or those of the embeddings to float32.
-        module: Name of the tower; `"model"` for the whole model; `"features"` for the `get_*_features` methods;
-            `"embeddings"` for the input embeddings.
+            `"operations"`: operations in the forward pass of `module` that PyTorch refuses get arguments of one
+            dtype.
+        module: Name of the tower or module; `"model"` for the whole model; `"features"` for the `get_*_features`
+            methods; `"embeddings"` for the input embeddings. For operations, the qualified name, `""` for the model.
         reason: The dtypes that meet.
     """
 
@@ -44,12 +49,19 @@ class BoundaryPlan:
 
     boundaries: tuple[Boundary, ...]
 
+    @property
+    def operations(self) -> tuple[Boundary, ...]:
+        """The boundaries at single operations, which a trial has found."""
+        return tuple(boundary for boundary in self.boundaries if boundary.side == OPERATIONS)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain values for JSON."""
         return {"boundaries": [vars(boundary) for boundary in self.boundaries]}
 
     def __str__(self) -> str:
-        lines = [f"{boundary.side} of {boundary.module}: {boundary.reason}" for boundary in self.boundaries]
+        lines = [
+            f"{boundary.side} of {boundary.module or 'the model'}: {boundary.reason}" for boundary in self.boundaries
+        ]
         return "\n".join(lines or ["no boundaries: this model never combines two dtypes"])
 
 
@@ -93,13 +105,46 @@ def widen(plan: BoundaryPlan, model: nn.Module, works: Callable[[], bool]) -> Bo
     Returns:
         The plan, with the cast if it was placed.
     """
-    base: Any = unwrap(model)
-    handle = widen_embeddings(base.get_input_embeddings())
+    embeddings = find_parts(model).embeddings
+    if embeddings is None:
+        return plan
+    handle = widen_embeddings(embeddings)
     if not works():
         handle.remove()
         return plan
     reason = "their half format would round away bits that the other one, of autocast, has"
     return BoundaryPlan((*plan.boundaries, Boundary(OUTPUT, EMBEDDINGS, reason)))
+
+
+def cast_operations(
+    plan: BoundaryPlan, model: nn.Module, processing_class: Any, autocast: str | None
+) -> tuple[BoundaryPlan, Trial]:
+    """Runs a model on a sample, and places casts at the operations that fail because of their dtypes.
+
+    Args:
+        plan: The plan of the model, which was placed.
+        model: The model.
+        processing_class: The processor if the run has images or audio; `None` for text only.
+        autocast: The autocast dtype of the run; `None` without autocast.
+
+    Returns:
+        The plan with the new casts, and the result of the trial with them.
+    """
+    base = unwrap(model)
+    places = Places(base)
+    trial = try_sample(model, processing_class, autocast, MatchDtypes(places.add))
+    if trial.error is not None or not places.operations:
+        return plan, trial
+    found = BoundaryPlan(
+        tuple(
+            Boundary(OPERATIONS, name, f"`{operation}` gets two dtypes, which PyTorch does not combine")
+            for name, operation in places.operations.items()
+        )
+    )
+    place(found, model)
+    # A method that cannot be replaced fails in this second trial.
+    trial = try_sample(model, processing_class, autocast, contextlib.nullcontext())
+    return BoundaryPlan((*plan.boundaries, *found.boundaries)), trial
 
 
 def place(plan: BoundaryPlan, model: nn.Module) -> None:
@@ -113,6 +158,8 @@ def place(plan: BoundaryPlan, model: nn.Module) -> None:
     for boundary in plan.boundaries:
         if boundary.module == FEATURES:
             guard_features(parts)
+        elif boundary.side == OPERATIONS:
+            guard_operations(unwrap(model).get_submodule(boundary.module))
         else:
             guard_leaves([model] if boundary.module == "model" else [parts.towers[boundary.module]])
 

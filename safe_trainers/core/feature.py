@@ -225,6 +225,7 @@ class Run:
         loss_scale: The monitor of the loss scale (`numerics.loss_scale.LossScaleWatch`).
         casts_late: Whether an engine (DeepSpeed) casts the weights after the inventory was taken.
         joins_features: Whether the model concatenates features before it casts them itself.
+        media_trial: The result of the trial with a sample image or sound; `None` if the run needs none.
         model_is_live: Whether the user passed a model, not the name of one.
     """
 
@@ -246,6 +247,7 @@ class Run:
         self.skipped_in_a_row = 0
         self.casts_late = self.joins_features = False
         self.model_is_live = False
+        self.media_trial: Any = None
         self._model: Any = None
         self._by_hook: dict[str, tuple[Feature, ...]] = {}
         self._warned: set[str] = set()

@@ -92,6 +92,10 @@ PATCHES: Mapping[str, Patch] = {
         "modules around the text model", ("get_image_features", "get_video_features", "get_audio_features"), LIFETIME,
         "their outputs must be cast to the dtype of the embeddings, and methods have no hooks",
     ),
+    "operations": Patch(
+        "modules that contain operations between two dtypes", ("forward",), LIFETIME,
+        "operations between layers have no hooks, and PEFT calls `forward` of the base model past its hooks",
+    ),
     "cpu-packing": Patch(
         "4-bit layers of the model", ("support_avx512bf16_for_cpu",), LIFETIME,
         "bitsandbytes packs a layer in another order when it is evaluated on some CPUs, and then gives it no gradient",

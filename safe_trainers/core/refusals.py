@@ -175,6 +175,12 @@ REFUSALS = index(
         "{fix}",
     ),
     Finding(
+        "media-cannot-compute",
+        "a forward and a backward pass with a sample image or sound fail, and no cast can be inserted from outside. "
+        "PyTorch reports: {error}",
+        "{fix}",
+    ),
+    Finding(
         "media-cast-to-packed-dtype",
         "the model casts this input to {dtype}, the dtype that the packed weights are stored in; every value between "
         "-1 and 1 becomes 0.",

@@ -70,7 +70,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         The parts. If no module contains both the embeddings and a stack of layers, the whole model counts as text.
     """
     base = unwrap(model)
-    embeddings = _call(base, "get_input_embeddings")
+    embeddings = input_embeddings(base)
     head = _call(base, "get_output_embeddings")
     chain = list(_ancestors(base, embeddings))  # outermost first
     depth = next((i for i in reversed(range(len(chain))) if _has_layers(chain[i])), None)
@@ -87,6 +87,23 @@ def find_parts(model: nn.Module) -> ModelParts:
         if id(module) not in inside and next(floating_parameters(module), None) is not None
     }
     return ModelParts(embeddings, text, tuple(chain[:depth]), towers)
+
+
+def input_embeddings(model: nn.Module) -> nn.Module | None:
+    """Returns the input embeddings of a model.
+
+    Args:
+        model: The model, or a module around its text model.
+
+    Returns:
+        What `get_input_embeddings` returns; if the model does not have it, the embeddings with the most rows, which
+        are those of the vocabulary. `None` if there are none.
+    """
+    embeddings = _call(model, "get_input_embeddings")
+    if embeddings is None:
+        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        embeddings = max(tables, key=lambda table: table.num_embeddings, default=None)
+    return embeddings
 
 
 def floating_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -153,11 +170,11 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 
 def _call(module: nn.Module, method: str) -> Any:
     """Returns the result of an accessor of the model; `None` if the model does not implement it."""
-    if not hasattr(module, method):
+    if not callable(getattr(module, method, None)):
         return None
     try:
         return getattr(module, method)()
-    except NotImplementedError:
+    except (NotImplementedError, AttributeError):  # transformers' default looks for attributes that may not exist
         return None
 
 

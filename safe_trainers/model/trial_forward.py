@@ -6,7 +6,9 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from PIL import Image
 from torch import nn
 
 from ..core.dtypes import to_torch
-from .parts import is_quantized, unwrap
+from .parts import find_parts, is_quantized, unwrap
 
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,28 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Types of attributes that cannot change in place."""
 _DTYPE_ERROR = re.compile(r"dtype|scalar ?type|should be the same", re.IGNORECASE)
 """Matches PyTorch's errors about two different dtypes, on CPU and CUDA."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of a forward and a backward pass on a sample.
+
+    Attributes:
+        seconds: How long it took; 0 if it was not run.
+        error: PyTorch's error about dtypes; `None` if both passes work.
+        function: Name of the `torch.autograd.Function` whose backward pass failed; `None` if none did.
+        skipped: Why nothing is known; `None` if the passes ran.
+    """
+
+    seconds: float = 0.0
+    error: str | None = None
+    function: str | None = None
+    skipped: str | None = None
+
+    def __str__(self) -> str:
+        if self.skipped is not None:
+            return f"not run: {self.skipped}"
+        return f"{self.seconds:.2f} s, {'works' if self.error is None else self.error}"
 
 
 @contextlib.contextmanager
@@ -119,22 +143,113 @@ def trial_error(model: nn.Module, processing_class: Any, autocast: str | None) -
         another device), or cannot be run because an engine has not loaded the weights yet.
     """
     model = unwrap(model)
-    if any(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters()):
+    if not is_loaded(model):
         return None
     device = next(model.parameters()).device
-    context = contextlib.nullcontext() if autocast is None else torch.autocast(device.type, to_torch(autocast))
     try:
         inputs = sample_inputs(processing_class)
-        with undisturbed(model), context:
+        with undisturbed(model), compute_context(device, autocast):
             for cached in _caches(model):
                 model(**{name: value.to(device) for name, value in inputs.items()}, **cached)
     except Exception as error:
-        if isinstance(error, RuntimeError) and _DTYPE_ERROR.search(str(error)):
+        if is_dtype_error(error):
             return str(error)
         logger.info(
             "the trial forward pass failed for a reason other than dtypes: %s: %s", type(error).__name__, error
         )
     return None
+
+
+def try_sample(
+    model: nn.Module, processing_class: Any, autocast: str | None, around: contextlib.AbstractContextManager[Any]
+) -> Trial:
+    """Runs a model forward and backward on a sample, without changing the state of the run.
+
+    The backward pass goes to the first trainable parameter of each tower and to those of the modules around the text
+    model, so that its gradients need little memory.
+
+    Args:
+        model: The model, possibly wrapped by PEFT.
+        processing_class: The processor if the run has images or audio; `None` for text only.
+        autocast: The autocast dtype of the run; `None` without autocast.
+        around: The context of the forward pass.
+
+    Returns:
+        What happened. Errors that are not about dtypes, such as kernels that need another device, are not the model's.
+    """
+    model = unwrap(model)
+    if not is_loaded(model):
+        return Trial(skipped="an engine has not loaded the weights yet")
+    device = next(model.parameters()).device
+    begin = perf_counter()
+    try:
+        inputs = {name: value.to(device) for name, value in sample_inputs(processing_class).items()}
+        first = _first_trainables(model)
+        with undisturbed(model), torch.set_grad_enabled(bool(first)):
+            with compute_context(device, autocast), around:
+                output = model(**inputs, **_caches(model)[-1])
+            logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output[0]
+            if logits.requires_grad:
+                torch.autograd.grad(logits.float().sum(), first, allow_unused=True)
+    except Exception as error:
+        seconds = perf_counter() - begin
+        if is_dtype_error(error):
+            return Trial(seconds, str(error), _failed_function(error))
+        logger.info(
+            "the trial with a sample failed for a reason other than dtypes: %s: %s", type(error).__name__, error
+        )
+        return Trial(seconds, skipped=f"{type(error).__name__}: {error}")
+    return Trial(perf_counter() - begin)
+
+
+def is_dtype_error(error: Exception) -> bool:
+    """Whether an error is one of PyTorch's about dtypes that do not match.
+
+    Args:
+        error: The error.
+    """
+    return isinstance(error, RuntimeError) and _DTYPE_ERROR.search(str(error)) is not None
+
+
+def is_loaded(model: nn.Module) -> bool:
+    """Whether all weights of a model are in memory; engines may load or shard them later.
+
+    Args:
+        model: The model.
+    """
+    return not any(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters())
+
+
+def compute_context(device: torch.device, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Returns autocast to a dtype, or a null context.
+
+    Args:
+        device: The device.
+        autocast: The autocast dtype; `None` without autocast.
+    """
+    return contextlib.nullcontext() if autocast is None else torch.autocast(device.type, to_torch(autocast))
+
+
+def _first_trainables(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the first trainable parameter of each tower, and those of the modules around the text model themselves.
+
+    A gradient reaches them through everything that lies between a tower and the logits.
+    """
+    parts = find_parts(model)
+    own = [parameter for module in parts.containers for parameter in module.parameters(recurse=False)]
+    firsts = (next((p for p in tower.parameters() if p.requires_grad), None) for tower in parts.towers.values())
+    return [parameter for parameter in (*own, *firsts) if parameter is not None and parameter.requires_grad]
+
+
+def _failed_function(error: Exception) -> str | None:
+    """Returns the name of the innermost `torch.autograd.Function` in whose backward pass an error occurred."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        for value in traceback.tb_frame.f_locals.values():
+            if isinstance(value, torch.autograd.function.BackwardCFunction):
+                found = type(value)._forward_cls.__qualname__  # type: ignore[attr-defined]
+        traceback = traceback.tb_next
+    return found
 
 
 def _caches(model: nn.Module) -> list[dict[str, bool]]:

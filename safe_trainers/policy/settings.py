@@ -145,6 +145,8 @@ class PrecisionSettings:
             share counts the elements that the adapters change and that equal the base's in the sampler's dtype.
         adapter_sync: How a colocated vLLM gets LoRA adapters: `"merged"` sends every weight, with the adapters merged;
             `"native"` sends the base once and then only the factors. Adapters that vLLM does not apply are merged.
+        media_trial: Whether a model in half precision runs a sample image or sound forward and backward at
+            construction, if the dataset has media. Operations that get two dtypes are found in it, and get casts.
         precision_metrics: Whether `precision/...` metrics are logged with TRL's metrics.
         precision_report: `"log"` prints the precision report once, to standard error, after the first optimizer step;
             `"file"` writes it as `precision_report.json` into `output_dir`; `"off"` makes none unless
@@ -200,6 +202,9 @@ class PrecisionSettings:
     adapter_sync: str = field(
         default=MERGED,
         metadata={"help": "How vLLM gets LoRA adapters: `merged` (into all weights) or `native` (only the factors)."},
+    )
+    media_trial: bool = field(
+        default=True, metadata={"help": "Whether a sample image or sound is run through the model at construction."}
     )
     precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
     precision_report: str = field(

@@ -40,6 +40,13 @@ COLUMNS = (
 )  # fmt: skip
 """Columns of the table of module groups."""
 
+_CASTS = {
+    "input": "cast to the dtype of the weights",
+    "output": "outputs of towers are cast",
+    "operations": "arguments are cast to one dtype",
+}
+"""What a boundary does, by its side."""
+
 Seen = Mapping[tuple[str, str], frozenset[str]]
 """Output dtypes of the first layers, by part and by the dtype of their weights."""
 
@@ -159,6 +166,7 @@ def make_report(run: Run, groups: tuple[Group, ...], planned: tuple[Group, ...] 
     optimizer = getattr(trainer, "optimizer", None)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     facts: dict[str, Cell] = {
+        "media trial": None if run.media_trial is None else str(run.media_trial),
         "phase": CONFIRMED if planned is not None else PLANNED,
         "model": type(base).__name__,
         "device": str(type(trainer).precision_device(run.args)),
@@ -291,8 +299,7 @@ def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
     for name in preparation.fp32_modules:
         yield name, "computes in float32", "fp32_modules"
     for boundary in run.boundaries.boundaries:
-        cast = "cast to the dtype of the weights" if boundary.side == "input" else "outputs of towers are cast"
-        yield f"{boundary.side} of {boundary.module}", cast, boundary.reason
+        yield f"{boundary.side} of {boundary.module or 'the model'}", _CASTS[boundary.side], boundary.reason
     if run.coverage["rollout"].state == COVERED and run.policy.autocast.value is not None:
         yield "rollout", f"computes in {run.policy.compute.text}", "the compute dtype of training and scoring"
     for decision in run.feature(MediaInputs).decisions:

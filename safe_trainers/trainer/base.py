@@ -12,7 +12,15 @@ from torch import nn
 from transformers import Trainer
 
 from ..boundaries.cast_hooks import release_features
-from ..boundaries.placement import EMBEDDINGS, place, plan_boundaries, rounds_in_embeddings, widen
+from ..boundaries.placement import (
+    EMBEDDINGS,
+    BoundaryPlan,
+    cast_operations,
+    place,
+    plan_boundaries,
+    rounds_in_embeddings,
+    widen,
+)
 from ..core.device import Device, detect_device
 from ..core.dtypes import HALVES
 from ..core.errors import PrecisionError, raise_if, refuse
@@ -20,8 +28,8 @@ from ..core.feature import Run
 from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts, takes_media
 from ..media.inputs import MediaInputs
 from ..model.inventory import ModelInventory, take_inventory
-from ..model.parts import find_parts
-from ..model.trial_forward import trial_error
+from ..model.parts import find_parts, unwrap
+from ..model.trial_forward import Trial, trial_error
 from ..numerics import loss_scale
 from ..numerics.gradient_norm import GradientNorm
 from ..policy import distributed
@@ -186,6 +194,7 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
     found = [problem for feature in run.features for problem in feature.check(model)]
     raise_if(problem for problem in found if problem.level == "error")
     unify_mixed_weights(run, model, processing_class, dataset)
+    match_operations(run, model, processing_class, dataset)
     for warning in (*run.policy.warnings, *run.weights.warnings, *found):
         run.warn_once(warning, key=str(warning))
     if run.is_main:
@@ -197,8 +206,10 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
 def place_boundaries(run: Run, model: nn.Module, inventory: ModelInventory) -> None:
     """Plans and places the dtype boundaries of the policy model, whose current inventory is passed."""
     run.inventory = inventory
-    run.boundaries = plan_boundaries(run.policy, inventory, run.casts_late, features=not run.joins_features)
-    place(run.boundaries, model)
+    operations = run.boundaries.operations if hasattr(run, "boundaries") else ()
+    plan = plan_boundaries(run.policy, inventory, run.casts_late, features=not run.joins_features)
+    place(plan, model)
+    run.boundaries = BoundaryPlan((*plan.boundaries, *operations))
 
 
 def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
@@ -213,6 +224,8 @@ def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
         prepare_reference(model, run.policy, tuple(run.settings.fp32_modules or ()))
     inventory = take_inventory(model)
     place(plan_boundaries(run.policy, inventory, run.casts_late, features=not run.joins_features), model)
+    if is_reference:
+        place(BoundaryPlan(run.boundaries.operations), model)
     make_computable(run, model, inventory)
     widened = any(boundary.module == EMBEDDINGS for boundary in run.boundaries.boundaries)
     if widened and rounds_in_embeddings(run.policy, take_inventory(model), run.casts_late):
@@ -235,10 +248,7 @@ def unify_mixed_weights(run: Run, model: nn.Module, processing_class: Any, datas
     packed = has_packed_towers(model)
     if not packed and not _has_mixed_dtypes(run, model, run.inventory):
         return
-    columns = getattr(dataset, "column_names", None)
-    if columns is None and isinstance(dataset, IterableDataset):
-        columns = next(iter(dataset), {})  # each `iter` restarts the stream, so no row is lost
-    media = processing_class if _MEDIA_COLUMNS & set(columns or ()) else None
+    media = processing_class if _has_media(dataset) else None
     if packed and media is not None:
         refuse_packed_casts(model, media, run.trainer.media_keys, run.policy.autocast.value)
     plan = make_computable(run, model, run.inventory, media)
@@ -248,6 +258,44 @@ def unify_mixed_weights(run: Run, model: nn.Module, processing_class: Any, datas
     if rounds_in_embeddings(run.policy, run.inventory, run.casts_late):
         autocast = run.policy.autocast.value
         run.boundaries = widen(run.boundaries, model, lambda: trial_error(model, media, autocast) is None)
+
+
+def match_operations(run: Run, model: nn.Module, processing_class: Any, dataset: Any) -> None:
+    """Runs a sample image or sound through a model in half precision, and casts where operations get two dtypes.
+
+    Raises `PrecisionError` if the model cannot compute with media.
+    """
+    autocast = run.policy.autocast.value
+    half = autocast is not None or bool(run.inventory.weights & HALVES)
+    if not half or not takes_media(model, run.trainer.media_keys) or not _has_media(dataset):
+        return
+    if not run.settings.media_trial:
+        run.media_trial = Trial(skipped="`media_trial=False`")
+    elif run.casts_late:
+        run.media_trial = Trial(skipped="an engine casts the weights later")
+    else:
+        run.boundaries, run.media_trial = cast_operations(run.boundaries, model, processing_class, autocast)
+    error, function = run.media_trial.error, run.media_trial.function
+    if error is not None:
+        given = f"{type(unwrap(model)).__name__} with media " + (
+            "without autocast" if autocast is None else f"under {autocast} autocast"
+        )
+        device = next(model.parameters()).device.type
+        fix = "train in float32: `bf16=False, fp16=False`, and `dtype='float32'` where the model is loaded"
+        if function is not None and autocast is not None:
+            fix = (
+                f"decorate `forward` of `{function}` with `@torch.amp.custom_fwd(device_type={device!r})`, and its "
+                f"`backward` with `@torch.amp.custom_bwd(device_type={device!r})`; or {fix}"
+            )
+        raise PrecisionError([refuse("media-cannot-compute", given, error=error, fix=fix)])
+
+
+def _has_media(dataset: Any) -> bool:
+    """Whether a dataset has columns with images or audio."""
+    columns = getattr(dataset, "column_names", None)
+    if columns is None and isinstance(dataset, IterableDataset):
+        columns = next(iter(dataset), {})  # each `iter` restarts the stream, so no row is lost
+    return bool(_MEDIA_COLUMNS & set(columns or ()))
 
 
 def _has_mixed_dtypes(run: Run, model: nn.Module, inventory: ModelInventory) -> bool:
@@ -290,6 +338,12 @@ def make_computable(
         # The model may join features before it casts them; autocast rejects `cat` of two half-precision dtypes.
         run.joins_features = trial_error(model, processing_class, autocast) is None
         plan = plan.without_error() if run.joins_features else plan
+    if plan.error is not None:
+        boundaries, trial = cast_operations(BoundaryPlan(()), model, processing_class, autocast)
+        if trial.error is None and trial.skipped is None:
+            plan = plan.without_error()
+            if model is run.model:
+                run.boundaries = BoundaryPlan((*run.boundaries.boundaries, *boundaries.boundaries))
     if plan.error is not None:
         trainer_class = type(run.trainer)
         device = trainer_class.precision_device(run.args)

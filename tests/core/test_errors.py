@@ -59,6 +59,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "bf16-is-emulated",
         "flash-attention-needs-half",
         "half-trainables-under-loss-scaling",
+        "media-cannot-compute",
         "mixed-weights-cannot-meet",
         "media-cast-to-packed-dtype",
         "weights-overflow",
