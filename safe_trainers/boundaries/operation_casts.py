@@ -32,7 +32,7 @@ class MatchDtypes(TorchFunctionMode):
     are cast to the half-precision dtype among them. If that fails too, they are cast to float32.
 
     Args:
-        found: Called with each operation that was repeated; `None` if nobody needs to know.
+        found: Called with each operation that was repeated; `None` if they are not recorded.
     """
 
     def __init__(self, found: Callable[[Any], None] | None = None) -> None:

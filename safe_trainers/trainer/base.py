@@ -300,12 +300,18 @@ def _has_media(dataset: Any) -> bool:
 
 def _has_mixed_dtypes(run: Run, model: nn.Module, inventory: ModelInventory) -> bool:
     """Whether weights of different dtypes may meet; LoRA weights do not count, since PEFT casts their inputs."""
+    dtypes = _dtypes_that_meet(run, model, inventory)
+    return len(dtypes) > 1 and bool(dtypes & HALVES)
+
+
+def _dtypes_that_meet(run: Run, model: nn.Module, inventory: ModelInventory) -> set[str]:
+    """Returns the dtypes of weights that may meet, and of autocast if it does not cast all of them."""
     autocast = run.policy.autocast.value
     others = {config.peft_type for config in getattr(model, "peft_config", {}).values()} - {"LORA"}
     dtypes = {*inventory.elements["weights"], *(inventory.elements["adapters"] if others else ())}
     if inventory.quantization is None and autocast is not None and dtypes & HALVES:
         dtypes.add(autocast)  # outputs of autocast operations meet weights that autocast does not cast
-    return len(dtypes) > 1 and bool(dtypes & HALVES)
+    return dtypes
 
 
 def make_computable(
@@ -338,7 +344,7 @@ def make_computable(
         # The model may join features before it casts them; autocast rejects `cat` of two half-precision dtypes.
         run.joins_features = trial_error(model, processing_class, autocast) is None
         plan = plan.without_error() if run.joins_features else plan
-    if plan.error is not None:
+    if plan.error is not None and len(_dtypes_that_meet(run, model, inventory) & HALVES) == 1:
         boundaries, trial = cast_operations(BoundaryPlan(()), model, processing_class, autocast)
         if trial.error is None and trial.skipped is None:
             plan = plan.without_error()
