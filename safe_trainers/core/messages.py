@@ -120,6 +120,18 @@ WARNINGS = index(
         "stop the run and resume from the last complete checkpoint",
     ),
     Finding(
+        "logps-not-finite",
+        "the policy or the reference model returned inf or NaN for some tokens. TRL replaces advantages that are not "
+        "finite by 0, so that these completions train nothing.",
+        "look for inf or NaN in the weights of the reference model and in the inputs",
+    ),
+    Finding(
+        "weights-not-finite",
+        "they are inf or NaN, so the model cannot be used. Weights that no step of the run has used, such as unused "
+        "rows of embeddings, may have been so from the start.",
+        "resume from the last complete checkpoint, or look for inf or NaN in the initial weights",
+    ),
+    Finding(
         "resumes-weights-not-finite",
         "some trained weights of this checkpoint are inf or NaN, so every step will be skipped.",
         "resume from an older checkpoint",

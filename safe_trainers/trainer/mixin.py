@@ -22,6 +22,7 @@ from ..checkpoint.trainer_state import TrainerState
 from ..core.errors import raise_if
 from ..core.feature import Feature, Run
 from ..media.inputs import MediaInputs
+from ..numerics.finite_watch import FiniteWatch
 from ..numerics.loss_scale import reset_unusable_scale
 from ..numerics.overflow_probe import OverflowProbe
 from ..numerics.step_monitor import StepMonitor
@@ -69,6 +70,7 @@ class PrecisionMixin(ExactCheckpoints):
         ContractWatch,
         Reporter,
         OverflowProbe,
+        FiniteWatch,
         StepMonitor,
     )
     _side = "above"

@@ -4,6 +4,7 @@ import math
 import warnings
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 import cells
 import pytest
@@ -232,6 +233,61 @@ def test_resuming_nan_of_a_stock_run_is_reported(tmp_path):
     trainer = build(**saving, steps=3)
     with pytest.warns(PrecisionWarning, match="resumes-weights-not-finite"), pytest.raises(PrecisionError):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+# ---- What reaches no gradient ----
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_at_the_end_are_reported(value):
+    for safe in (False, True):
+        trainer = build(safe=safe)
+        unused = trainer.model.get_input_embeddings().weight
+        with torch.no_grad():
+            unused[trainer.processing_class.pad_token_id] = value
+        if not safe:
+            trainer.train()
+            continue
+        with pytest.warns(PrecisionWarning, match="weights-not-finite") as caught:
+            trainer.train()
+        text = next(str(warning.message) for warning in caught if "weights-not-finite" in str(warning.message))
+        assert "1 trained tensors, such as model.embed_tokens.weight, at the end of the run" in text
+
+
+def test_a_reference_model_with_nan_is_reported():
+    """Stock trains nothing, and the log shows a loss of 0 as in a healthy run."""
+    for safe in (False, True):
+        reset_accelerate()
+        config = (cells.SAFE_CONFIG if safe else cells.PLAIN)["rloo"]
+        made = cells.arguments(Cell("text", "rloo", "fp32", None, beta=0.1), config, steps=STEPS)
+        trainer = (cells.SAFE if safe else cells.STOCK)["rloo"](**made)
+        with torch.no_grad():
+            next(trainer.ref_model.parameters()).fill_(math.nan)
+        before = cells.fingerprint(trainer.model)
+        if not safe:
+            trainer.train()
+            assert cells.fingerprint(trainer.model) == before
+            assert last(trainer, "grad_norm") == 0.0
+            continue
+        with pytest.warns(PrecisionWarning, match="logps-not-finite") as caught:
+            trainer.train()
+        assert sum("logps-not-finite" in str(warning.message) for warning in caught) == 1
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_nothing_that_is_not_finite_passes_silently(number, monkeypatch):
+    """One cell for each place of `benchmarks/not_finite.py`, which runs all of them."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import not_finite
+
+    place, (_, tasks) = list(not_finite.PLACES.items())[number]
+    task = tasks[number % len(tasks)]
+    precision = list(not_finite.PRECISIONS)[number // 2 % 4]
+    plain = not_finite.run(place, "", task, precision, safe=True)
+    found = not_finite.run(place, list(not_finite.VALUES)[number % 2], task, precision, safe=True)
+    assert plain["outcome"] == "silent"  # the run itself is healthy
+    assert plain["finite"]
+    assert found["outcome"] != "silent" or found["fingerprint"] == plain["fingerprint"]
 
 
 # ---- Rewards ----

@@ -1,0 +1,46 @@
+"""Reports NaN and infinity that reach neither a loss nor a gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.errors import warn
+from ..core.feature import Feature, Run
+from ..model.parts import local_shard
+
+
+class FiniteWatch(Feature):
+    """Checks log-probabilities of completions, and the trained weights at the end of a run.
+
+    TRL replaces advantages that are not finite by 0, so that a reference model with NaN stops the training of a prompt
+    without a sign. Log-probabilities are checked on the device, and the result is read when a log is written.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._finite: list[torch.Tensor] = []
+
+    def around_scoring(self, call: Callable[[], Any]) -> Any:
+        """Scores completions, and checks the log-probabilities if no gradient is computed."""
+        result = call()
+        scores = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(scores, torch.Tensor) and not scores.requires_grad:
+            self._finite.append((scores < torch.inf).all())  # false for NaN; excluded tokens have -inf
+        return result
+
+    def before_log(self, mode: str) -> None:
+        """Warns about log-probabilities that are not finite."""
+        flags, self._finite = self._finite, []
+        if flags and not bool(torch.stack(flags).all()):
+            given = f"log-probabilities of completions up to step {self.run.step}"
+            self.run.warn_once(warn("logps-not-finite", given))
+
+    def on_train_end(self) -> None:
+        """Warns about trained weights that are not finite."""
+        self.before_log("train")
+        trained = ((name, p) for name, p in self.run.model.named_parameters() if p.requires_grad)
+        names = [name for name, p in trained if not bool(local_shard(p.detach()).isfinite().all())]
+        if names:
+            given = f"{len(names)} trained tensors, such as {names[0]}, at the end of the run"
+            self.run.warn_once(warn("weights-not-finite", given))
