@@ -18,6 +18,8 @@ HALVES = frozenset({BFLOAT16, FLOAT16})
 """The half-precision dtypes."""
 SHORT = {FLOAT32: "fp32", BFLOAT16: "bf16", FLOAT16: "fp16"}
 """The short name of each dtype."""
+KBIT = ("4bit", "8bit")
+"""How bitsandbytes quantises, as in `ModelInventory.quantization`."""
 FLOAT16_OVERFLOW = 65520.0
 """The smallest number that a cast to float16 rounds to infinity; the largest float16 is 65,504."""
 

@@ -210,10 +210,8 @@ REFUSALS = index(
         "`use_dora=False`, or a 4-bit base, `BitsAndBytesConfig(load_in_4bit=True)`",
     ),
     Finding(
-        "unknown-quantizer",
-        "safe-trainers does not know the compute dtype of {method} layers, nor the dtypes that their other tensors "
-        "need. Supported are 4-bit and 8-bit layers of bitsandbytes, and models that are dequantised while they are "
-        "loaded.",
+        "quantised-layers-do-not-train",
+        "{found}. One layer of each kind was run forward and backward on random inputs.",
         "{fix}",
     ),
     Finding(

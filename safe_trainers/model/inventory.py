@@ -24,7 +24,9 @@ from .parts import (
     find_parts,
     floating_parameters,
     is_quantized,
+    library_of,
     unwrap,
+    wraps_tensors,
 )
 
 
@@ -459,18 +461,28 @@ def quantization_method(model: nn.Module) -> str | None:
         model: A transformers model, possibly wrapped.
 
     Returns:
-        `"4bit"` or `"8bit"` for bitsandbytes; transformers' name of another method, such as `"gptq"`; `None` if the
-        model is not quantised or was dequantised while it was loaded.
+        `"4bit"` or `"8bit"` for bitsandbytes; transformers' name of another method, such as `"gptq"`, or the package
+        that packs the weights; `None` if the model is not quantised or was dequantised while it was loaded.
     """
-    base, torchao = unwrap(model), False
+    base, packer = unwrap(model), None
     for module in base.modules():
-        own, number = module._parameters.values(), bits(module)
-        if number is not None and any(is_quantized(parameter) for parameter in own if parameter is not None):
+        own, number = [p for p in module._parameters.values() if p is not None], bits(module)
+        if number is not None and any(map(is_quantized, own)):
             return f"{number}bit"
-        torchao = torchao or any(type(parameter).__module__.startswith("torchao.") for parameter in own)
+        packer = packer or next((library_of(type(p)) for p in own if wraps_tensors(type(p))), None)
+    return declared_method(base) or packer
+
+
+def declared_method(base: nn.Module) -> str | None:
+    """Returns the name of the quantiser with which transformers loaded a model.
+
+    Args:
+        base: A transformers model without wrappers.
+
+    Returns:
+        The name; `None` for bitsandbytes, whose layers are inspected, and for a model that was dequantised.
+    """
     config = getattr(getattr(base, "hf_quantizer", None), "quantization_config", None)
     method = getattr(config, "quant_method", None)
     name = str(getattr(method, "value", method))  # `str` of the enum would include its class
-    if method is not None and name != BITSANDBYTES and not getattr(config, "dequantize", False):
-        return name
-    return "torchao" if torchao else None
+    return None if method is None or name == BITSANDBYTES or getattr(config, "dequantize", False) else name

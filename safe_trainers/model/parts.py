@@ -5,6 +5,7 @@ modules, and those of the modules around it, are towers and projectors. This was
 transformers 4.57 to 5.23, and also works for remote code with the same structure.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -160,12 +161,34 @@ def elements_of(parameter: torch.Tensor) -> int:
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is packed, from its type: the dtype of a packed parameter is only its storage dtype."""
+    """Whether a tensor is packed. The dtype of a packed tensor is that of its storage, or of its scales.
+
+    Args:
+        parameter: A parameter or buffer. A `Params4bit` counts as packed even if its storage dtype is bfloat16.
+    """
     return (
-        type(parameter).__module__.split(".")[0] in {"bitsandbytes", "torchao"}
-        or not parameter.is_floating_point()
+        not parameter.is_floating_point()
         or parameter.element_size() < 2
+        or wraps_tensors(type(parameter))
+        or hasattr(parameter, "quant_state")
+        or hasattr(parameter, "SCB")
     )
+
+
+@functools.cache
+def wraps_tensors(kind: type) -> bool:
+    """Whether tensors of a class hold their values in other tensors, as packed values and scales.
+
+    Args:
+        kind: The class of a tensor. The classes of PyTorch itself distribute values (`DTensor`) or trace them, and do
+            not pack them.
+    """
+    return hasattr(kind, "__tensor_flatten__") and library_of(kind) != "torch"
+
+
+def library_of(kind: type) -> str:
+    """Returns the name of the installed package that defines a class."""
+    return kind.__module__.partition(".")[0]
 
 
 def _call(module: nn.Module, method: str) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import logging
 import random
 import re
@@ -63,7 +64,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     attributes = [{k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)} for module in modules]
     buffers = [dict(module._buffers) for module in modules]
     values = {id(b): b.clone() for held in buffers for b in held.values() if b is not None and not b.is_meta}
-    device = next(model.parameters()).device
+    device = next(itertools.chain(model.parameters(), model.buffers())).device
     devices = [device] if device.type not in {"cpu", "meta"} else []
     forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with forked, _restored_generators(modules), torch.no_grad():

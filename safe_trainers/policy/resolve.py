@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from ..core.device import Device
-from ..core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, HALVES, SHORT, join_dtypes, parse_dtype
+from ..core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, HALVES, KBIT, SHORT, join_dtypes, parse_dtype
 from ..core.errors import PrecisionError, Problem, refuse, warn
 from .settings import ADAPTER_DTYPES, ROLLOUT_COMPUTE, unknown_choice
 
@@ -297,7 +297,7 @@ def _adapter_dtype(
         return Choice(adapter, reason), []
     if scaled:
         return Choice(FLOAT32, "loss scaling: the scaler unscales float32 gradients"), []
-    if model.quantization is not None and compute == {BFLOAT16} and not device.emulates_bf16:
+    if model.quantization in KBIT and compute == {BFLOAT16} and not device.emulates_bf16:
         return Choice(BFLOAT16, "a quantised base that computes in bfloat16, without loss scaling"), []
     return Choice(None, "the values that PEFT or the user created", AS_CREATED), []
 

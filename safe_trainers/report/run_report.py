@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..core.coverage import COVERED, UNCOVERED
-from ..core.dtypes import BFLOAT16, FLOAT32, SHORT, from_torch, join_dtypes
+from ..core.dtypes import BFLOAT16, FLOAT32, KBIT, SHORT, from_torch, join_dtypes
 from ..core.errors import Problem, warn
 from ..core.feature import Run
 from ..media.inputs import MediaInputs
@@ -23,6 +23,7 @@ from ..policy.distributed import Engine, engine_copies
 from ..policy.resolve import PrecisionPolicy
 from ..rollout.alignment import RolloutAlignment
 from ..weights.cast import grouped
+from ..weights.quantized_layers import AS_LOADED
 from .contract_watch import broken_guarantees
 from .document import Cell, Report, Table
 
@@ -277,7 +278,7 @@ def _beside(trainer: Any) -> list[tuple[str, nn.Module]]:
 def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
     """Yields the differences from stock TRL: place, change and reason."""
     preparation = run.weights
-    packed = preparation.quantized is not None
+    packed = run.inventory.quantization in KBIT
     trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     for (source, target, reason), members in grouped(preparation.decisions).items():
         for casts in (True, False):  # TRL casts the trainable parameters of a quantised model to bfloat16
@@ -290,6 +291,9 @@ def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
         kinds.setdefault((change.kind, change.source, change.target, change.reason), []).append(change.name)
     for (kind, source, target, reason), places in kinds.items():
         yield _tensors(places, "places"), f"{kind.replace('_', ' ')}: {source} -> {target}", reason
+    for group in preparation.layers:
+        if group.treatment is not None and group.treatment != AS_LOADED:
+            yield _tensors([*group.names], "layers"), group.treatment, f"as loaded, {group.kind} fails in this run"
     if preparation.layout is not None:
         if preparation.layout.guarded:
             why = "weights of several dtypes meet"

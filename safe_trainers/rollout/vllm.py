@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from ..core.device import Device
-from ..core.dtypes import FLOAT16, FLOAT32, HALVES, SHORT, parse_dtype
+from ..core.dtypes import FLOAT16, FLOAT32, HALVES, KBIT, SHORT, parse_dtype
 from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..model.inventory import ModelInventory, quantization_method
 from ..model.parts import unwrap
@@ -71,8 +71,8 @@ def refusals(model: nn.Module, dtype: str | None, colocated: bool, fsdp: bool = 
         kind = base.config.model_type
         yield refuse("vllm-refuses-fp16", f"a {kind} model in float16 with use_vllm=True", kind=kind)
     method = quantization_method(base)
-    packed = method in ("4bit", "8bit")
-    if fsdp and packed:
+    packed = method in KBIT
+    if fsdp and method is not None:
         yield refuse("fsdp-sends-packed-weights", f"a model quantised to {method} under FSDP with use_vllm=True")
     prequantised = getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False)
     if colocated and prequantised and packed:

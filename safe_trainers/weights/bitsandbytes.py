@@ -20,6 +20,7 @@ from ..core.dtypes import FLOAT16, FLOAT16_OVERFLOW, FLOAT32, HALVES, from_torch
 from ..core.errors import Problem, raise_if, refuse, warn
 from ..core.patches import replace
 from ..model.inventory import BITSANDBYTES, bits
+from ..model.packed_layers import packed_layers
 from ..model.parts import adapter_parameters, is_quantized, unwrap
 from .cast import largest_magnitude
 
@@ -113,12 +114,13 @@ def compute_of(autocast: str | None, weights: Collection[str]) -> str:
 
 
 def plan(model: nn.Module, compute: str, *, exempt: Iterable[str] = (), trained: bool = True) -> QuantPlan:
-    """Plans the changes that bring a model quantised by bitsandbytes to one compute dtype, without changing it.
+    """Plans the changes that bring a quantised model to one compute dtype, without changing it.
 
     The compute dtype is set as `compute_dtype` of 4-bit layers (also if the `BitsAndBytesConfig` contains another one,
     because its default, float32, cannot be distinguished from a value that the user has set), as `dtype` of their
     quantisation states and of configs, and frozen half-precision weights and buffers are cast to it. Packed weights,
-    their statistics, adapters, trainable weights and float32 tensors are not changed.
+    their statistics, adapters, trainable weights and float32 tensors are not changed, nor is any tensor of the packed
+    layers of other quantisers.
 
     Args:
         model: A transformers model, possibly wrapped by PEFT.
@@ -138,8 +140,11 @@ def plan(model: nn.Module, compute: str, *, exempt: Iterable[str] = (), trained:
     prefix = _prefix(model, base)
     exempt_ids = {id(part) for name in exempt for part in _parts(base.get_submodule(name))}
     layers = [(name, part, number) for name, part in base.named_modules() if (number := bits(part)) is not None]
-    if not layers:
+    others = [layer for _, layer in packed_layers(base)]
+    if not layers and not others:
         return QuantPlan(compute)
+    # The tensors next to a packed weight of another quantiser are its scales, whose dtype its kernel may expect.
+    exempt_ids |= {id(part) for layer in others for part in (*layer.parameters(False), *layer.buffers(False))}
     layers = [layer for layer in layers if id(layer[1]) not in exempt_ids]
     tensors = [found for found in _half_tensors(base, compute, trained) if id(found[2]) not in exempt_ids]
     changes = [change for name, layer, number in layers if number == 4 for change in _layer(name, layer, compute)]
@@ -263,25 +268,6 @@ def int8_rounds_inputs(model: nn.Module, compute: str) -> Problem | None:
     where = " except in training mode" if devices <= {"cpu", "xpu"} else ""
     what = f"{len(layers)} 8-bit layers, such as {layers[0][0]}, in a run that computes in {compute}"
     return warn("int8-computes-in-fp16", what, where=where)
-
-
-def unsupported(model: nn.Module, method: str | None) -> Problem | None:
-    """Refuses a model with an unsupported quantisation method.
-
-    Args:
-        model: The loaded model, possibly wrapped.
-        method: The result of `quantization_method`.
-
-    Returns:
-        The refusal; `None` for bitsandbytes, and for models that are not quantised or were dequantised.
-    """
-    if method in (None, "4bit", "8bit"):
-        return None
-    config = getattr(getattr(unwrap(model), "hf_quantizer", None), "quantization_config", None)
-    fix = "the unquantised checkpoint with `quantization_config=BitsAndBytesConfig(load_in_4bit=True)`"
-    if hasattr(config, "dequantize"):
-        fix = f"`quantization_config={type(config).__name__}(dequantize=True)`, or {fix}"
-    return refuse("unknown-quantizer", f"a model quantised by {method}", method=method, fix=fix)
 
 
 def _layer(name: str, layer: Any, compute: str) -> Iterator[Change]:

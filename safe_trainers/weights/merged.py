@@ -18,11 +18,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from ..core.dtypes import from_torch, parse_dtype, to_torch
+from ..core.dtypes import KBIT, from_torch, parse_dtype, to_torch
 from ..core.errors import PrecisionError, Problem, refuse
 from ..model.inventory import bits, first_dtype, quantization_method
 from ..model.parts import unwrap
-from .bitsandbytes import unsupported
 from .keep_fp32 import kept_in_float32
 
 
@@ -182,7 +181,10 @@ def unmergeable(model: nn.Module) -> Problem | None:
         if sharded or partitioned or parameter.is_meta:
             why = f"{name} is sharded over processes or offloaded, and this process does not have its values"
             return _refusal("a sharded or offloaded model", why)
-    return unsupported(base, quantization_method(base))
+    method = quantization_method(base)
+    if method in (None, *KBIT):
+        return None
+    return _refusal(f"a base quantised by {method}", "only weights that bitsandbytes packed are dequantised here")
 
 
 def active_configs(model: nn.Module) -> dict[str, Any]:

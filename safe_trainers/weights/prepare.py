@@ -12,11 +12,12 @@ from ..model.inventory import ModelInventory, take_inventory
 from ..model.parts import HEADS, adapter_parameters, elements_of, unwrap
 from ..policy.resolve import PrecisionPolicy
 from . import bitsandbytes as quantization
-from . import fp32_modules
+from . import fp32_modules, quantized_layers
 from .bitsandbytes import QuantPlan as Quantized
 from .bitsandbytes_loading import fresh_heads, unusable_head
 from .cast import ParameterCast, apply_casts, table
 from .lost_updates import lost_share
+from .quantized_layers import MeasuredLayers
 from .trainables import TrainableContext, decide, refuse_upcast
 from .unify_dtypes import CastPlan as Layout
 
@@ -27,7 +28,8 @@ class PreparedWeights:
 
     Attributes:
         decisions: One cast for each trainable parameter and each parameter of `fp32_modules`.
-        quantized: The changes of a model that bitsandbytes quantised.
+        quantized: The changes of a quantised model.
+        layers: What the layers of quantisers other than bitsandbytes compute.
         layout: The changes that let a model with weights of several dtypes compute.
         fp32_modules: Names, in the base model, of the modules that compute in float32.
         warnings: Warnings about a loss of precision.
@@ -38,6 +40,7 @@ class PreparedWeights:
     layout: Layout | None = None
     fp32_modules: tuple[str, ...] = ()
     warnings: tuple[Problem, ...] = ()
+    layers: tuple[MeasuredLayers, ...] = ()
 
     def with_layout(self, layout: Layout) -> "PreparedWeights":
         """Returns a copy with another `layout`."""
@@ -53,6 +56,7 @@ class PreparedWeights:
         return {
             "decisions": [vars(cast) for cast in self.decisions],
             "quantized": None if self.quantized is None else self.quantized.to_dict(),
+            "layers": [group.to_dict() for group in self.layers],
             "layout": None if self.layout is None else self.layout.to_dict(),
             "fp32_modules": list(self.fp32_modules),
             "warnings": [warning.to_dict() for warning in self.warnings],
@@ -60,7 +64,7 @@ class PreparedWeights:
 
     def __str__(self) -> str:
         parts = [table(self.decisions) or "no parameter is trained"]
-        parts += [str(part) for part in (self.quantized, self.layout) if part is not None]
+        parts += [str(part) for part in (self.quantized, *self.layers, self.layout) if part is not None]
         return "\n".join(parts)
 
 
@@ -94,11 +98,11 @@ def prepare_weights(
     covered = {cast.name for cast in wide}
     trainables = tuple(cast for cast in decide(model, policy, context) if cast.name not in covered)
     problems = [] if upcast else [refuse_upcast(trainables, context.unscalable_dtypes)]
-    problems += [quantization.unsupported(model, inventory.quantization), unusable_head(model)]
-    problems += [quantization.repacked(model), quantization.dora_loses_scales(model)]
-    quantized = None
+    problems += [unusable_head(model), quantization.repacked(model), quantization.dora_loses_scales(model)]
+    quantized, layers, compute = None, (), quantization.compute_of(policy.autocast.value, inventory.weights)
     if is_quantized:
-        compute = quantization.compute_of(policy.autocast.value, inventory.weights)
+        layers = quantized_layers.measure(model, compute, policy.autocast.value, float32=modules)
+        problems += quantized_layers.refusals(model, layers, compute, policy.autocast.value)
         exempt = [*modules, *(name for name, _ in unwrap(model).named_children() if name in HEADS)]
         quantized = quantization.plan(model, compute, exempt=exempt)
         problems += quantized.problems
@@ -107,12 +111,13 @@ def prepare_weights(
     if quantized is not None:
         quantization.reconcile(model, quantized)
         quantization.keep_packing(model)
+        quantized_layers.apply(model, layers, compute)
     casts = (*wide, *trainables)
     apply_casts(model, casts)
     warnings = [*_half_trainables(model, trainables, context)]
     int8 = None if quantized is None else quantization.int8_rounds_inputs(model, quantized.compute)
     warnings += [] if int8 is None else [int8]
-    return PreparedWeights(casts, quantized, None, tuple(modules), tuple(warnings))
+    return PreparedWeights(casts, quantized, None, tuple(modules), tuple(warnings), layers)
 
 
 def _heads(model: nn.Module) -> Iterator[ParameterCast]:
@@ -130,14 +135,21 @@ def prepare_reference(model: nn.Module, policy: PrecisionPolicy, patterns: tuple
         model: The reference model, of the policy model's class or a base class.
         policy: The policy of the run.
         patterns: `fp32_modules`.
+
+    Raises:
+        PrecisionError: If its quantised layers do not compute.
     """
     modules = fp32_modules.find_modules(model, patterns)
     wide = fp32_modules.decide(model, modules)
-    compute = quantization.compute_of(policy.autocast.value, take_inventory(model).weights)
+    autocast = policy.autocast.value
+    compute = quantization.compute_of(autocast, take_inventory(model).weights)
+    layers = quantized_layers.measure(model, compute, autocast, float32=modules, trained=False)
+    raise_if(quantized_layers.refusals(model, layers, compute, autocast))
     quantized = quantization.plan(model, compute, exempt=modules, trained=False)
     fp32_modules.guard(model, modules)
     quantization.reconcile(model, quantized)
     quantization.keep_packing(model)
+    quantized_layers.apply(model, layers, compute)
     apply_casts(model, wide)
 
 

@@ -66,7 +66,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "quantised-weights-overflow-fp16",
         "repacked-in-evaluation",
         "dora-on-int8-on-cpu",
-        "unknown-quantizer",
+        "quantised-layers-do-not-train",
         "bitsandbytes-missing",
         "quantised-head",
         "bnb-compute-dtype-contradicts",
