@@ -23,6 +23,7 @@ from .parts import (
     elements_of,
     find_parts,
     floating_parameters,
+    holds_packed,
     is_quantized,
     library_of,
     unwrap,
@@ -464,13 +465,15 @@ def quantization_method(model: nn.Module) -> str | None:
         `"4bit"` or `"8bit"` for bitsandbytes; transformers' name of another method, such as `"gptq"`, or the package
         that packs the weights; `None` if the model is not quantised or was dequantised while it was loaded.
     """
-    base, packer = unwrap(model), None
+    base, packed, packer = unwrap(model), False, None
+    declared = declared_method(base)
     for module in base.modules():
         own, number = [p for p in module._parameters.values() if p is not None], bits(module)
         if number is not None and any(map(is_quantized, own)):
             return f"{number}bit"
+        packed = packed or holds_packed(module, declared is not None)
         packer = packer or next((library_of(type(p)) for p in own if wraps_tensors(type(p))), None)
-    return declared_method(base) or packer
+    return declared or packer if packed else None
 
 
 def declared_method(base: nn.Module) -> str | None:

@@ -1,5 +1,6 @@
 """Finds the packed layers of a model, and measures what one of them computes."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from torch import nn
 
 from ..core.dtypes import from_torch, to_torch
 from .inventory import bits, declared_method
-from .parts import adapter_layers, is_quantized, unwrap, wraps_tensors
+from .parts import adapter_layers, holds_packed, is_quantized, unwrap, wraps_tensors
 from .trial_forward import undisturbed
 
 
+logger = logging.getLogger(__name__)
 ROWS = 32
 """Rows of the random inputs; some integer kernels need more than 16."""
 TOLERANCE = 0.25
@@ -65,9 +67,6 @@ class LayerTrial:
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the layers with packed weights that bitsandbytes did not pack.
 
-    A layer may hold its packed weight in parameters or, in a model with a quantiser of transformers, in buffers (GPTQ,
-    AWQ).
-
     Args:
         model: A transformers model, possibly wrapped.
 
@@ -77,8 +76,7 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     base = unwrap(model)
     declared = declared_method(base) is not None
     for name, module in base.named_modules():
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if bits(module) is None and (any(map(is_quantized, own)) or (declared and _packs_in_buffers(module, own))):
+        if bits(module) is None and holds_packed(module, declared):
             yield name, module
 
 
@@ -140,12 +138,16 @@ def try_layer(layer: nn.Module, dtype: str, autocast: str | None, *, backward: b
         return None
     device = tensor.device.type
     context = nullcontext() if autocast is None else torch.autocast(device, to_torch(autocast))
+    if _ignores_scales(layer):
+        return LayerTrial(dtype, error=f"{type(layer).__name__} multiplies with a packed weight without its scales")
     inputs = _inputs(layer, to_torch(dtype), tensor.device)
     if inputs is None:
         return LayerTrial(dtype, error=f"{type(layer).__name__} does not say how many inputs it has (`in_features`)")
     x0, x1 = inputs
     try:
         with undisturbed(layer), torch.enable_grad(), context:
+            for part in layer.modules():
+                part.training = True
             x0.requires_grad_(backward and x0.is_floating_point())
             y0, y1 = layer(x0), layer(x1)
             change = (y1 - y0).detach().float()
@@ -166,6 +168,33 @@ def try_layer(layer: nn.Module, dtype: str, autocast: str | None, *, backward: b
         finite=bool(torch.isfinite(gradient).all()),
         slope=predicted / (seed.double() * change.double()).sum().item(),
     )
+
+
+def unpack(model: nn.Module) -> None:
+    """Runs the forward pass of a model whose quantiser unpacks its weights in the first one (compressed-tensors).
+
+    Args:
+        model: A model, possibly wrapped by PEFT. Other models are not changed, and not run.
+    """
+    base = unwrap(model)
+    if not base._forward_pre_hooks or declared_method(base) is None or next(packed_layers(base), None) is None:
+        return
+    device = next(base.parameters()).device
+    if device.type == "meta":
+        return
+    tokens = torch.ones((1, 2), dtype=torch.long, device=device)  # (B, T)
+    try:
+        with undisturbed(base):
+            base(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    except Exception as error:  # its layers are measured next
+        logger.info("the quantised model could not be run: %s: %s", type(error).__name__, error)
+
+
+def _ignores_scales(layer: nn.Module) -> bool:
+    """Whether a layer has the forward pass of `nn.Linear` and a packed weight that is a plain tensor."""
+    weight = layer._parameters.get("weight")
+    rewritten = "forward" in vars(layer) or type(layer).forward is not nn.Linear.forward
+    return not rewritten and weight is not None and is_quantized(weight) and not wraps_tensors(type(weight))
 
 
 def _inputs(layer: Any, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -193,14 +222,3 @@ def _format(tensor: torch.Tensor) -> tuple[Any, ...]:
         return type(tensor), tensor.dtype
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return type(tensor), tensor.dtype, *(_format(getattr(tensor, name)) for name in names)
-
-
-def _packs_in_buffers(module: nn.Module, own: list[nn.Parameter]) -> bool:
-    """Whether a module without children and without a matrix of its own has a packed matrix as a buffer.
-
-    Other modules also have matrices of integers, such as position ids, next to children or a matrix of weights.
-    """
-    if module._modules or any(parameter.ndim > 1 for parameter in own):
-        return False
-    buffers = [buffer for buffer in module._buffers.values() if buffer is not None and buffer.dtype != torch.bool]
-    return any(buffer.ndim > 1 and is_quantized(buffer) for buffer in buffers)

@@ -186,6 +186,24 @@ def wraps_tensors(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__") and library_of(kind) != "torch"
 
 
+def holds_packed(module: nn.Module, in_buffers: bool) -> bool:
+    """Whether a module has a packed matrix of its own.
+
+    Args:
+        module: Any module.
+        in_buffers: Whether a matrix of integers that is a buffer counts, as in layers of GPTQ and AWQ. Modules of
+            unquantised models also have such buffers, such as position ids, but next to children or a matrix of
+            weights.
+    """
+    own = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.ndim > 1]
+    if any(map(is_quantized, own)):
+        return True
+    if own or module._modules or not in_buffers:
+        return False
+    buffers = [buffer for buffer in module._buffers.values() if buffer is not None and buffer.dtype != torch.bool]
+    return any(buffer.ndim > 1 and is_quantized(buffer) for buffer in buffers)
+
+
 def library_of(kind: type) -> str:
     """Returns the name of the installed package that defines a class."""
     return kind.__module__.partition(".")[0]

@@ -76,7 +76,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, plain, held in zip(modules, attributes, buffers, strict=True):
                 vars(module).update(plain)
-                module._buffers.update(held)
+                # A quantiser may unpack weights in the first forward pass, which removes buffers.
+                module._buffers.update({name: held[name] for name in held.keys() & module._buffers.keys()})
                 for buffer in held.values():
                     if buffer is not None and id(buffer) in values and not torch.equal(buffer, values[id(buffer)]):
                         buffer.copy_(values[id(buffer)])

@@ -28,6 +28,7 @@ from ..core.feature import Run
 from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts, takes_media
 from ..media.inputs import MediaInputs
 from ..model.inventory import ModelInventory, take_inventory
+from ..model.packed_layers import unpack
 from ..model.parts import find_parts, unwrap
 from ..model.trial_forward import Trial, trial_error
 from ..numerics import loss_scale
@@ -174,6 +175,7 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
         PrecisionError: If the run cannot work, with all problems that one step finds.
     """
     device = type(run.trainer).precision_device(run.args)
+    unpack(model)
     inventory = take_inventory(model)
     run.policy = resolve(
         requested_by(run.args, type(run.trainer)), device, facts_of(inventory, live=run.model_is_live)
@@ -220,6 +222,7 @@ def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
         model: The reference or teacher model.
         is_reference: Whether the model has the class of the policy model, as the references that TRL creates do.
     """
+    unpack(model)
     if is_reference:
         prepare_reference(model, run.policy, tuple(run.settings.fp32_modules or ()))
     inventory = take_inventory(model)

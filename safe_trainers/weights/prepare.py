@@ -99,10 +99,11 @@ def prepare_weights(
     trainables = tuple(cast for cast in decide(model, policy, context) if cast.name not in covered)
     problems = [] if upcast else [refuse_upcast(trainables, context.unscalable_dtypes)]
     problems += [unusable_head(model), quantization.repacked(model), quantization.dora_loses_scales(model)]
-    quantized, layers, compute = None, (), quantization.compute_of(policy.autocast.value, inventory.weights)
+    quantized, autocast = None, policy.autocast.value
+    compute = quantization.compute_of(autocast, inventory.weights)
+    layers = quantized_layers.measure(model, compute, autocast, float32=modules)
+    problems += quantized_layers.refusals(model, layers, compute, autocast)
     if is_quantized:
-        layers = quantized_layers.measure(model, compute, policy.autocast.value, float32=modules)
-        problems += quantized_layers.refusals(model, layers, compute, policy.autocast.value)
         exempt = [*modules, *(name for name, _ in unwrap(model).named_children() if name in HEADS)]
         quantized = quantization.plan(model, compute, exempt=exempt)
         problems += quantized.problems
@@ -111,7 +112,7 @@ def prepare_weights(
     if quantized is not None:
         quantization.reconcile(model, quantized)
         quantization.keep_packing(model)
-        quantized_layers.apply(model, layers, compute)
+    quantized_layers.apply(model, layers, compute)
     casts = (*wide, *trainables)
     apply_casts(model, casts)
     warnings = [*_half_trainables(model, trainables, context)]

@@ -16,7 +16,7 @@ from torch import nn
 from ..boundaries.cast_hooks import cast_floating
 from ..core.dtypes import FLOAT32, HALVES, KBIT, SHORT, to_torch
 from ..core.errors import Problem, refuse
-from ..model.inventory import quantization_method
+from ..model.inventory import declared_method, quantization_method
 from ..model.packed_layers import LayerTrial, kind_of, packed_layers, rewritten_layers, try_layer
 from ..model.parts import find_parts, is_quantized, unwrap
 from . import fp32_modules
@@ -74,9 +74,10 @@ def measure(
     Returns:
         The layers by kind; empty if bitsandbytes quantised the model, or if it is not quantised.
     """
-    if quantization_method(model) in (None, *KBIT):
-        return ()
     base = unwrap(model)
+    method = quantization_method(base)
+    if method in KBIT or (method is None and declared_method(base) is None):
+        return ()
     wide = {id(part) for name in float32 for part in base.get_submodule(name).modules()}
     frozen = _without_gradient(base) if trained else {id(part) for part in base.modules()}
     groups: dict[tuple[Any, ...], list[tuple[str, nn.Module]]] = {}
@@ -110,7 +111,8 @@ def refusals(
     context = "without autocast" if autocast is None else f"under {autocast} autocast"
     for group in measured:
         if group.treatment is None:
-            what = f"a model quantised by {quantization_method(model)}: {_described(group)}"
+            method = declared_method(unwrap(model)) or quantization_method(model)
+            what = f"a model quantised by {method}: {_described(group)}"
             found = f"for {group.trial.dtype} inputs {context}, {group.trial}"
             fix = _fix(model, _layer(model, group.names[0]), compute)
             yield refuse("quantised-layers-do-not-train", what, found=found, fix=fix)
@@ -191,7 +193,7 @@ def _fix(model: nn.Module, layer: nn.Module, compute: str) -> str:
     fix = "the unquantised checkpoint with `quantization_config=BitsAndBytesConfig(load_in_4bit=True)`"
     if hasattr(config, "dequantize"):
         return f"`quantization_config={type(config).__name__}(dequantize=True)`, or {fix}"
-    return fix
+    return f"{fix}, or another quantiser of weights only"
 
 
 def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -27,7 +27,8 @@ from safe_trainers.model.inventory import bits, quantization_method, take_invent
 from safe_trainers.model.parts import find_parts, floating_parameters, is_quantized
 from safe_trainers.model.trial_forward import sample_inputs
 from safe_trainers.weights import fp32_modules
-from safe_trainers.weights.bitsandbytes import compute_of, int8_rounds_inputs, plan, reconcile, unsupported
+from safe_trainers.weights.bitsandbytes import compute_of, int8_rounds_inputs, plan, reconcile
+from safe_trainers.weights.quantized_layers import measure
 
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -531,14 +532,13 @@ def test_what_was_dequantised_is_an_ordinary_model(checkpoints):
     model.dequantize()
     assert model.is_loaded_in_4bit  # upstream's flag outlives it
     assert quantization_method(model) is take_inventory(model).quantization is None
-    assert unsupported(model, quantization_method(model)) is None
     # A stand-in for releases of transformers that leave the quantiser on a model that they dequantised.
     model.hf_quantizer = SimpleNamespace(quantization_config=Mxfp4Config(dequantize=True))
-    assert unsupported(model, quantization_method(model)) is None
+    assert quantization_method(model) is None
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_bitsandbytes_quantised_is_supported(checkpoints, method):
     model = AutoModelForCausalLM.from_pretrained(checkpoints / method, dtype=torch.bfloat16)
     assert quantization_method(lora(model)) == ("8bit" if method == "int8" else "4bit")
-    assert unsupported(model, quantization_method(model)) is None
+    assert measure(model, "bfloat16", "bfloat16") == ()

@@ -28,7 +28,7 @@ from safe_trainers import tiny
 from safe_trainers.core.errors import PrecisionError
 from safe_trainers.model.inventory import bits, quantization_method
 from safe_trainers.model.parts import HEADS, is_quantized
-from safe_trainers.weights.bitsandbytes import plan, unsupported
+from safe_trainers.weights.bitsandbytes import plan
 from safe_trainers.weights.bitsandbytes_loading import (
     asked_quantization,
     contradiction,
@@ -38,6 +38,7 @@ from safe_trainers.weights.bitsandbytes_loading import (
     unloadable_head,
     unusable_head,
 )
+from safe_trainers.weights.quantized_layers import measure, refusals
 
 
 pytest.importorskip("bitsandbytes")
@@ -411,25 +412,27 @@ def test_what_was_dequantised_while_it_was_loaded_is_not_refused(tmp_path):
     ):  # the first for want of a GPU
         model = AutoModelForCausalLM.from_pretrained(folder, **settings)
         assert quantization_method(model) is None
-        assert unsupported(model, quantization_method(model)) is None
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     folder = rewritten(tmp_path / "mxfp4", tiny.save("gpt_oss", tmp_path / "oss"), {"quant_method": "mxfp4"}, as_mxfp4)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))
-    assert unsupported(model, quantization_method(model)) is None
+    assert quantization_method(model) is None
 
 
-def test_any_other_quantiser_is_refused_by_name(tmp_path):
+def test_a_quantiser_whose_layers_round_their_inputs_is_refused_by_name(tmp_path):
     folder = rewritten(tmp_path / "bitnet", cells.folder("text"), {"quant_method": "bitnet"}, as_bitnet)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert quantization_method(model) == "bitnet"
-    problem = unsupported(model, quantization_method(model))
-    assert problem.id == "unknown-quantizer"
-    assert problem.what == "a model quantised by bitnet"
+    with torch._dynamo.config.patch(disable=True):  # transformers compiles how the layer rounds its input
+        measured = measure(model, "float32", None)
+    assert [(group.kind, len(group.names), group.treatment) for group in measured] == [("BitLinear", 7, None)]
+    assert not measured[0].trial.trains
+    with torch._dynamo.config.patch(disable=True):
+        (problem,) = refusals(model, measured, "float32", None)
+    assert problem.id == "quantised-layers-do-not-train"
+    assert problem.what.startswith("a model quantised by bitnet: 7 layers of BitLinear, such as model.layers.0")
     assert "BitsAndBytesConfig(load_in_4bit=True)" in str(problem.fix)
-
-
-def test_the_way_out_names_the_config_that_dequantises():
-    model = tiny.build_model("text")
-    model.hf_quantizer = SimpleNamespace(quantization_config=Mxfp4Config())  # a stand-in for a GPU that keeps MXFP4
-    fix = str(unsupported(model, quantization_method(model)).fix)
-    assert "`quantization_config=Mxfp4Config(dequantize=True)`, or the unquantised" in fix
+    # A stand-in for a quantiser that can also dequantise while it loads.
+    model.hf_quantizer = SimpleNamespace(quantization_config=Mxfp4Config())
+    with torch._dynamo.config.patch(disable=True):
+        (problem,) = refusals(model, measured, "float32", None)
+    assert "`quantization_config=Mxfp4Config(dequantize=True)`, or the unquantised" in str(problem.fix)
