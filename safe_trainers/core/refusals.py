@@ -184,8 +184,7 @@ REFUSALS = index(
         "media-cast-to-packed-dtype",
         "the model casts this input to {dtype}, the dtype that the packed weights are stored in; every value between "
         "-1 and 1 becomes 0.",
-        "exclude the layer from quantisation: `BitsAndBytesConfig({load}=True, "
-        "llm_int8_skip_modules=[{name!r}, 'lm_head'])`",
+        "exclude the layer from quantisation: {fix}",
     ),
     Finding(
         "weights-overflow",

@@ -19,7 +19,7 @@ from torch import nn
 from ..boundaries.cast_hooks import cast_floating, map_floating
 from ..core.dtypes import from_torch, to_torch
 from ..core.errors import PrecisionError, refuse
-from ..model.inventory import first_dtype
+from ..model.inventory import bits, first_dtype
 from ..model.parts import find_parts, is_quantized, unwrap
 from ..model.trial_forward import sample_inputs, undisturbed
 
@@ -337,7 +337,7 @@ def _refusing_packed_casts(model: nn.Module, key: str) -> Iterator[None]:
         if isinstance(layer, nn.Linear) and any(map(is_quantized, layer.parameters(recurse=False))):
 
             def record(layer: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-                if args and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point():
+                if args and isinstance(args[0], torch.Tensor) and is_quantized(args[0]):
                     found[name] = args[0].dtype
 
             handles.append(layer.register_forward_pre_hook(record))
@@ -348,9 +348,17 @@ def _refusing_packed_casts(model: nn.Module, key: str) -> Iterator[None]:
             handle.remove()
         for name, dtype in found.items():
             what = f"`{key}` in a model whose `{name}` is quantised"
-            details = {"dtype": from_torch(dtype), "name": name.rpartition(".")[2]}
-            load = "load_in_8bit" if dtype == torch.int8 else "load_in_4bit"
-            raise PrecisionError([refuse("media-cast-to-packed-dtype", what, load=load, **details)])
+            raise PrecisionError(
+                [refuse("media-cast-to-packed-dtype", what, dtype=from_torch(dtype), fix=_skipping(model, name))]
+            )
+
+
+def _skipping(model: nn.Module, name: str) -> str:
+    """Returns the code that excludes a layer from quantisation."""
+    number, last = bits(unwrap(model).get_submodule(name)), name.rpartition(".")[2]
+    if number is None:
+        return f"`modules_to_not_convert=[{last!r}]` in the quantisation config"
+    return f"`BitsAndBytesConfig(load_in_{number}bit=True, llm_int8_skip_modules=[{last!r}, 'lm_head'])`"
 
 
 def _random_like(value: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from ..core.device import Device
 from ..core.dtypes import FLOAT16, FLOAT32, HALVES, KBIT, SHORT, parse_dtype
 from ..core.errors import PrecisionError, Problem, refuse, warn
-from ..model.inventory import ModelInventory, quantization_method
+from ..model.inventory import ModelInventory, declared_method, quantization_method
 from ..model.parts import unwrap
 from ..policy.resolve import PrecisionPolicy
 from ..weights.bitsandbytes import compute_of
@@ -72,8 +72,14 @@ def refusals(model: nn.Module, dtype: str | None, colocated: bool, fsdp: bool = 
         yield refuse("vllm-refuses-fp16", f"a {kind} model in float16 with use_vllm=True", kind=kind)
     method = quantization_method(base)
     packed = method in KBIT
-    if fsdp and method is not None:
-        yield refuse("fsdp-sends-packed-weights", f"a model quantised to {method} under FSDP with use_vllm=True")
+    other = None if packed else method or declared_method(base)
+    if fsdp and (packed or other):
+        yield refuse(
+            "fsdp-sends-packed-weights", f"a model quantised to {method or other} under FSDP with use_vllm=True"
+        )
+    elif other is not None and not hasattr(model, "peft_config"):  # adapters of such a model cannot be merged
+        given = f"a model quantised by {other} with use_vllm=True"
+        yield refuse("vllm-holds-packed-weights", given, fix="`use_vllm=False`, or a base that is not quantised")
     prequantised = getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False)
     if colocated and prequantised and packed:
         given = f"a checkpoint that bitsandbytes packed, {base.config._name_or_path!r}, with use_vllm=True"

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..core.dtypes import KBIT, from_torch, parse_dtype, to_torch
 from ..core.errors import PrecisionError, Problem, refuse
-from ..model.inventory import bits, first_dtype, quantization_method
+from ..model.inventory import bits, declared_method, first_dtype, quantization_method
 from ..model.parts import unwrap
 from .keep_fp32 import kept_in_float32
 
@@ -181,7 +181,7 @@ def unmergeable(model: nn.Module) -> Problem | None:
         if sharded or partitioned or parameter.is_meta:
             why = f"{name} is sharded over processes or offloaded, and this process does not have its values"
             return _refusal("a sharded or offloaded model", why)
-    method = quantization_method(base)
+    method = quantization_method(base) or declared_method(base)
     if method in (None, *KBIT):
         return None
     return _refusal(f"a base quantised by {method}", "only weights that bitsandbytes packed are dequantised here")
