@@ -23,7 +23,7 @@ from ..policy.distributed import Engine, engine_copies
 from ..policy.resolve import PrecisionPolicy
 from ..rollout.alignment import RolloutAlignment
 from ..weights.cast import grouped
-from ..weights.quantized_layers import AS_LOADED
+from ..weights.quantized_layers import AS_LOADED, IN_FLOAT32, layer_of
 from .contract_watch import broken_guarantees
 from .document import Cell, Report, Table
 
@@ -244,6 +244,9 @@ def _compute_of(run: Run, beside: list[tuple[str, nn.Module]]) -> Any:
             named = dict(unwrap(model).named_modules())
             for name in run.weights.fp32_modules:
                 wide |= {id(p) for p in named[name].parameters()} if name in named else set()
+    for group in run.weights.layers:
+        if group.treatment == IN_FLOAT32:
+            wide |= {id(p) for name in group.names for p in layer_of(run.model, name).parameters()}
     float32_head = bool(getattr(run.args, "cast_lm_head_to_fp32", False))
 
     def compute(part: str, parameter: nn.Parameter, held: str) -> str | None:

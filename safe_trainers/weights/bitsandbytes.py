@@ -93,7 +93,7 @@ class QuantPlan:
             example = members[0].name + (", ..." if len(members) > 1 else "")
             lines.append(f"{kind} {source} -> {target}: {len(members)} ({example}): {reason}")
         lines += [f"problem: {problem}" for problem in self.problems]
-        return "\n".join(lines or [f"every quantised layer computes in {self.compute}"])
+        return "\n".join(lines or [f"no dtype in the quantised model is changed for a run in {self.compute}"])
 
 
 def compute_of(autocast: str | None, weights: Collection[str]) -> str:

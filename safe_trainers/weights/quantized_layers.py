@@ -114,7 +114,7 @@ def refusals(
             method = declared_method(unwrap(model)) or quantization_method(model)
             what = f"a model quantised by {method}: {_described(group)}"
             found = f"for {group.trial.dtype} inputs {context}, {group.trial}"
-            fix = _fix(model, _layer(model, group.names[0]), compute)
+            fix = _fix(model, layer_of(model, group.names[0]), compute)
             yield refuse("quantised-layers-do-not-train", what, found=found, fix=fix)
 
 
@@ -127,7 +127,7 @@ def apply(model: nn.Module, measured: Iterable[MeasuredLayers], compute: str) ->
         compute: The compute dtype of the run.
     """
     for group in measured:
-        layers = {name: _layer(model, name) for name in group.names}
+        layers = {name: layer_of(model, name) for name in group.names}
         if group.treatment == IN_FLOAT32:
             fp32_modules.guard(model, layers)
         elif group.treatment == CAST_INPUTS:
@@ -165,8 +165,13 @@ def _without_gradient(base: nn.Module) -> set[int]:
     return {id(part) for tower in towers for part in tower.modules()}
 
 
-def _layer(model: nn.Module, name: str) -> nn.Module:
-    """Returns the layer of a name without PEFT's suffix."""
+def layer_of(model: nn.Module, name: str) -> nn.Module:
+    """Returns the layer of a name in `MeasuredLayers.names`, without the adapters around it.
+
+    Args:
+        model: The model, possibly wrapped by PEFT.
+        name: The name, without the suffix that PEFT adds.
+    """
     layer = unwrap(model).get_submodule(name)
     return layer.base_layer if hasattr(layer, "base_layer") else layer  # type: ignore[return-value]
 

@@ -498,7 +498,7 @@ def test_a_plan_is_plain_values_and_reads_well(checkpoints):
     cast = sum(change.elements for change in planned.changes)
     assert cast == sum(p.numel() for p in floating_parameters(model))
     reconcile(model, planned)
-    assert str(plan(model, "float16")) == "every quantised layer computes in float16"
+    assert str(plan(model, "float16")) == "no dtype in the quantised model is changed for a run in float16"
 
 
 def test_nothing_is_planned_for_a_model_that_is_not_quantised():
