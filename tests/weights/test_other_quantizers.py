@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig, TrainerCallback
 from upstream import why_not_built
 
 import safe_trainers
@@ -514,6 +514,57 @@ def test_torchao_with_rounded_inputs_is_refused():
     assert not trained(stock)
     with pytest.raises(PrecisionError, match="exactly 0"):
         train(real(name, "bf16"), "bf16", safe=True)
+
+
+def compressed(folder, kind, activations):
+    """A checkpoint of compressed-tensors with int8 or float8 weights, and inputs that are rounded or not."""
+    ct = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import ModelCompressor
+
+    layout = "int-quantized" if kind == "int" else "float-quantized"
+    inputs = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True}
+    scheme = ct.QuantizationScheme(
+        targets=["Linear"],
+        weights=ct.QuantizationArgs(num_bits=8, type=kind, strategy="channel"),
+        input_activations=ct.QuantizationArgs(**inputs) if activations else None,
+    )
+    config = ct.QuantizationConfig(
+        config_groups={"all": scheme}, ignore=["lm_head"], format=layout, quantization_status="frozen"
+    )
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
+    ct.apply_quantization_config(model, config)
+    for layer in model.modules():
+        if hasattr(layer, "weight_scale"):
+            largest = layer.weight.detach().float().abs().amax(1, keepdim=True)
+            layer.weight_scale.data = (largest / (127 if kind == "int" else 448)).to(layer.weight_scale.dtype)
+    compressor = ModelCompressor.from_pretrained_model(model, quantization_format=layout)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    AutoTokenizer.from_pretrained(cells.folder("text")).save_pretrained(folder)
+    return folder
+
+
+def test_compressed_tensors_with_whole_inputs_train_as_with_stock(tmp_path):
+    folder = compressed(tmp_path, "int", activations=False)
+    stock, first = train(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), "bf16")
+    safe, ours = train(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), "bf16", safe=True)
+    assert trained(safe)
+    assert torch.equal(first, ours)
+    assert_equal_runs(stock, safe)
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_compressed_tensors_with_rounded_inputs_are_refused_with_the_line_that_dequantises(tmp_path, kind):
+    folder = compressed(tmp_path, kind, activations=True)
+    stock, _ = train(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), "bf16")
+    assert not trained(stock)
+    with pytest.raises(PrecisionError, match="exactly 0") as caught:
+        train(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), "bf16", safe=True)
+    assert "CompressedTensorsConfig(dequantize=True)" in str(caught.value)
+    config = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    assert trained(train(model, "bf16", safe=True)[0])
 
 
 def test_a_torchao_model_by_name_is_trained_saved_and_resumed(tmp_path):
