@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from ..core.dtypes import from_torch, to_torch
 from .inventory import bits, declared_method
 from .parts import adapter_layers, holds_packed, is_quantized, unwrap, wraps_tensors
-from .trial_forward import undisturbed
+from .trial_forward import compute_context, undisturbed
 
 
 logger = logging.getLogger(__name__)
@@ -136,8 +135,7 @@ def try_layer(layer: nn.Module, dtype: str, autocast: str | None, *, backward: b
     tensor = first_tensor(layer)
     if tensor is None or tensor.is_meta or tensor.numel() == 0:
         return None
-    device = tensor.device.type
-    context = nullcontext() if autocast is None else torch.autocast(device, to_torch(autocast))
+    context = compute_context(tensor.device, autocast)
     if _ignores_scales(layer):
         return LayerTrial(dtype, error=f"{type(layer).__name__} multiplies with a packed weight without its scales")
     inputs = _inputs(layer, to_torch(dtype), tensor.device)
