@@ -40,7 +40,7 @@ from safe_trainers import PrecisionWarning
 from safe_trainers.testing import fp16_on_cpu
 
 
-RESULT = Path(__file__).parent / "results" / "not_finite.json"
+RESULT = Path(__file__).parent / "results" / "not_finite.jsonl"
 STEPS, SPOILED = 4, 1
 TASKS = ("sft", "grpo", "rloo", "reward")
 PRECISIONS = {"fp32": ("fp32", None), "bf16": ("fp32", "bf16"), "pure bf16": ("bf16", None), "fp16": ("fp32", "fp16")}
@@ -89,6 +89,19 @@ def in_output(part: str) -> Callable[[Any, float], None]:
         module.register_forward_hook(hook)
 
     return place
+
+
+def in_pixels(trainer: Any, value: float) -> None:
+    """One pixel of an image, in the losses of one step."""
+
+    def hook(tower: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if trainer.state.global_step != SPOILED or not torch.is_grad_enabled():
+            return None
+        spoiled = {k: spoil(v, value) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        return tuple(spoil(v, value) for v in args), spoiled
+
+    tower = next(m for name, m in trainer.model.named_modules() if name.endswith("vision_tower"))
+    tower.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def in_weight(part: str) -> Callable[[Any, float], None]:
@@ -158,7 +171,7 @@ PLACES: dict[str, tuple[Callable[[Any, float], None], tuple[str, ...]]] = {
     "output of attention": (in_output("o_proj"), TASKS),
     "output of an MLP": (in_output("mlp"), TASKS),
     "output of the last norm": (in_output("model.norm"), TASKS),
-    "logits or scores": (in_output(("lm_head", "score")[0]), ("sft", "grpo", "rloo")),
+    "pixel": (in_pixels, ("sft", "grpo", "rloo")),
     "loss": (in_loss, TASKS),
     "weight of the embeddings": (in_weight("embed_tokens"), TASKS),
     "weight of attention": (in_weight("q_proj"), TASKS),
@@ -178,12 +191,13 @@ def recorded() -> Iterator[list[warnings.WarningMessage]]:
         yield caught
 
 
-def build(task: str, precision: str, safe: bool, reference: bool) -> Any:
-    """Builds a trainer on the tiny text model."""
+def build(task: str, precision: str, safe: bool, place: str) -> Any:
+    """Builds a trainer on a tiny model."""
     reset_accelerate()
     torch.manual_seed(0)
     weights, flag = PRECISIONS[precision]
-    cell = Cell("text", task, weights, flag, beta=0.1 if reference else 0.0)
+    family, beta = "llava" if place == "pixel" else "text", 0.1 if place == "reference model" else 0.0
+    cell = Cell(family, task, weights, flag, beta=beta)
     changes = {"precision_report": "off"} if safe else {}
     if safe and flag == "fp16":
         changes["loss_scale_init"] = 256.0
@@ -207,7 +221,7 @@ def run(place: str, value: str, task: str, precision: str, safe: bool) -> dict[s
     """
     with recorded() as caught:
         try:
-            trainer = build(task, precision, safe, place == "reference model")
+            trainer = build(task, precision, safe, place)
             if value:
                 PLACES[place][0](trainer, VALUES[value])
             trainer.train()
@@ -244,7 +258,7 @@ def main() -> int:
             row: dict[str, Any] = {"place": place, "task": task, "precision": precision, "value": value}
             for side, safe in (("stock", False), ("safe", True)):
                 found = run(place, value, task, precision, safe)
-                key = (task, precision, safe, place == "reference model")
+                key = (task, precision, safe, place if place in ("pixel", "reference model") else "")
                 if found["outcome"] == "silent" and found["finite"]:
                     if key not in plain:
                         plain[key] = run(place, "", task, precision, safe)["fingerprint"]
@@ -262,8 +276,11 @@ def main() -> int:
     if not options.slice:
         from matrix import versions
 
-        content = {"command": "python benchmarks/not_finite.py", "versions": versions(), "rows": rows}
-        RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        lines = [json.dumps({"command": "python benchmarks/not_finite.py", "versions": versions()})]
+        lines += [
+            json.dumps({**row, "stock": row["stock"]["outcome"], "safe": row["safe"]["outcome"]}) for row in rows
+        ]
+        RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(any(row["safe"]["outcome"] == "silent" for row in rows))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import cost_section
 import expected
+import not_finite_section
 
 
 ROOT = Path(__file__).parent.parent
@@ -117,7 +118,14 @@ def page() -> str:
             f"stock trains {len(trained)} of them ({', '.join(trained)})" if trained else "stock trains none of them"
         )
         lines.append(f"- [`{found}`](refusals.md): {len(cells)} cells; {also}.")
-    lines += ["", *expected.section(rows), "", *cost_section.section(), *_trained_and_sampled()]
+    lines += [
+        "",
+        *expected.section(rows),
+        "",
+        *cost_section.section(),
+        *not_finite_section.section(),
+        *_trained_and_sampled(),
+    ]
     unable = [(name, spec) for name, spec in _specs().items() if spec.not_in_stock]
     lines += ["", "## Limits", ""]
     lines += ["The matrix has no cells for combinations that TRL cannot train in any precision:", ""]

@@ -24,6 +24,8 @@ FLOAT16_OVERFLOW = 65520.0
 """The smallest number that a cast to float16 rounds to infinity; the largest float16 is 65,504."""
 
 _SPELLINGS = {spelling: name for name, short in SHORT.items() for spelling in (short, name, f"torch.{name}")}
+_ALIASES = {"half": FLOAT16, "torch.half": FLOAT16, "16-mixed": FLOAT16, "bf16-mixed": BFLOAT16, "32-true": FLOAT32}
+"""Spellings of PyTorch and Lightning, which are accepted and not advertised."""
 
 
 def join_dtypes(dtypes: Iterable[str], empty: str = "") -> str:
@@ -41,7 +43,8 @@ def parse_dtype(value: "str | torch.dtype", *, field: str = "dtype", allow_auto:
 
     Args:
         value: `"fp32"`, `"float32"`, `"torch.float32"`, and the same for bf16 (`"bfloat16"`) and fp16 (`"float16"`);
-            a `torch.dtype` of these three; or `"auto"`.
+            a `torch.dtype` of these three; `"half"`, and Lightning's `"16-mixed"`, `"bf16-mixed"` and `"32-true"`; or
+            `"auto"`.
         field: Name of the setting, for the error message.
         allow_auto: Whether `"auto"` is accepted.
 
@@ -57,8 +60,8 @@ def parse_dtype(value: "str | torch.dtype", *, field: str = "dtype", allow_auto:
     text = str(value) if is_dtype or isinstance(value, str) else None
     if text == AUTO and allow_auto:
         return AUTO
-    if text in _SPELLINGS:
-        return _SPELLINGS[text]
+    if text in _SPELLINGS or text in _ALIASES:
+        return {**_SPELLINGS, **_ALIASES}[text]
     suggestion = nearest(text, accepted) if text is not None else None
     raise PrecisionError(
         [

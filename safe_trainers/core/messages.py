@@ -120,6 +120,11 @@ WARNINGS = index(
         "stop the run and resume from the last complete checkpoint",
     ),
     Finding(
+        "torch-dtype-renamed",
+        "TRL reads `dtype` and would load the model in float32; the value is used as `dtype`.",
+        "`model_init_kwargs={{'dtype': {dtype!r}}}`",
+    ),
+    Finding(
         "logps-not-finite",
         "the policy or the reference model returned inf or NaN for some tokens. TRL replaces advantages that are not "
         "finite by 0, so that these completions train nothing.",

@@ -147,6 +147,11 @@ REFUSALS = index(
         "{fix}",
     ),
     Finding(
+        "two-load-dtypes",
+        "`torch_dtype` is the older name of `dtype`, and a model is loaded in one dtype.",
+        "`model_init_kwargs={{'dtype': {dtype!r}}}`",
+    ),
+    Finding(
         "learning-rate-out-of-range",
         "the learning rate must be a finite number of at least 0; safe-trainers computes from it how many updates "
         "would be lost to rounding.",

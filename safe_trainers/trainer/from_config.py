@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from ..core.device import Device, detect_device
 from ..core.dtypes import AUTO, FLOAT32, HALVES, SHORT, from_torch, parse_dtype
-from ..core.errors import PrecisionError, PrecisionWarning, refuse
+from ..core.errors import PrecisionError, PrecisionWarning, refuse, warn
 from ..model.inventory import ModelInventory, take_inventory
 from ..policy.distributed import engine_copies, fsdp_version
 from ..policy.resolve import ModelFacts, PrecisionPolicy, Requested, resolve
@@ -91,7 +92,7 @@ def declared_policy(args: Any, model: Any, trainer_class: type, quantization_con
         known = replace(facts_of(take_inventory(model), live=True), trainable=frozenset())
     else:
         declared = dict(getattr(args, "model_init_kwargs", None) or {})
-        dtype = declared.get("dtype", FLOAT32)  # TRL's default; transformers' older `torch_dtype` has no effect there
+        dtype = declared.get("dtype", FLOAT32)  # TRL's default
         known = ModelFacts(
             _declared_weights(dtype),
             attn_implementation=declared.get("attn_implementation"),
@@ -126,6 +127,45 @@ def choose_load_dtype(arguments: dict[str, Any], policy: PrecisionPolicy) -> Non
         return
     if policy.autocast.value in HALVES:
         args.model_init_kwargs = {**declared, "dtype": policy.autocast.value}
+
+
+def rename_torch_dtype(args: Any) -> None:
+    """Replaces `torch_dtype` in `model_init_kwargs`, which TRL overrides with its default, by `dtype`, with a warning.
+
+    Args:
+        args: A TRL config.
+
+    Raises:
+        PrecisionError: If `dtype` is also set, to another dtype.
+    """
+    declared = getattr(args, "model_init_kwargs", None)
+    if not isinstance(declared, dict) or "torch_dtype" not in declared:
+        return
+    given = f"model_init_kwargs={{'torch_dtype': {declared['torch_dtype']!r}}}"
+    kept = {key: value for key, value in declared.items() if key != "torch_dtype"}
+    if "dtype" in kept and load_dtype(kept) != load_dtype({"dtype": declared["torch_dtype"]}):
+        raise PrecisionError(
+            [refuse("two-load-dtypes", f"{given} with 'dtype': {kept['dtype']!r}", dtype=kept["dtype"])]
+        )
+    if "dtype" not in kept:
+        args.model_init_kwargs = {"dtype": declared["torch_dtype"], **kept}
+        problem = warn("torch-dtype-renamed", given, dtype=declared["torch_dtype"])
+        warnings.warn(str(problem), PrecisionWarning, stacklevel=4)
+    else:
+        args.model_init_kwargs = kept
+
+
+def load_dtype(declared: Mapping[str, Any]) -> str | None:
+    """Returns the dtype in which `model_init_kwargs` load a model; `None` if they do not set it.
+
+    Args:
+        declared: The `model_init_kwargs`.
+
+    Raises:
+        PrecisionError: If the dtype is misspelt.
+    """
+    asked = declared.get("dtype")
+    return None if asked is None else parse_dtype(asked, field="model_init_kwargs['dtype']")
 
 
 def spell_dtype_for_trl(args: Any) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_trainers.core.dtypes import AUTO, SHORT, from_torch, parse_dtype, to_torch
+from safe_trainers.core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, SHORT, from_torch, parse_dtype, to_torch
 from safe_trainers.core.errors import PrecisionError
 
 
@@ -30,7 +30,15 @@ def test_auto_is_itself_or_refused():
 
 
 @pytest.mark.parametrize(
-    "value", ["float", "half", "Float32", "fp8", "", "float64", torch.float64, torch.uint8, 16, None]
+    ("value", "expected"),
+    [("half", FLOAT16), ("16-mixed", FLOAT16), ("bf16-mixed", BFLOAT16), ("32-true", FLOAT32), (torch.half, FLOAT16)],
+)
+def test_spellings_of_other_projects_mean_what_they_mean_there(value, expected):
+    assert parse_dtype(value) == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["float", "Half", "Float32", "fp8", "", "float64", torch.float64, torch.uint8, 16, None]
 )
 def test_anything_else_is_an_error_that_lists_what_is_accepted(value):
     with pytest.raises(PrecisionError) as caught:

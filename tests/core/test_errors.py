@@ -39,6 +39,7 @@ def test_the_list_of_refusals_is_the_committed_one():
     # A new refusal is a decision: something that was built before is not built any more. It is made here, too.
     assert set(REFUSALS) == {
         "unknown-dtype",
+        "two-load-dtypes",
         "unknown-choice",
         "truncation-cannot-be-corrected",
         "vllm-finds-no-place",

@@ -309,9 +309,21 @@ def test_dtypes_are_spelt_for_trl_in_any_of_our_spellings():
     trainer = build(Cell("text", "sft", "bf16", None), model_init_kwargs={"dtype": "torch.bfloat16"})
     assert trainer.args.model_init_kwargs == {"dtype": "bfloat16"}
     assert trainer.precision.model.weights == {"bfloat16"}
-    # What TRL does not read is not believed: it loads float32 here.
-    trainer = build(Cell("text", "sft", "fp32", "bf16"), model_init_kwargs={"torch_dtype": "float16"})
-    assert trainer.precision.model.weights == {"float32"}
+
+
+def test_the_older_name_of_the_load_dtype_works_with_a_warning():
+    """Stock TRL ignores `torch_dtype` without a sign, and loads float32."""
+    cell = Cell("text", "sft", "fp32", "bf16")
+    made = cells.arguments(cell, trl.SFTConfig, model_init_kwargs={"torch_dtype": "bfloat16"})
+    stock = trl.SFTTrainer(**made)
+    assert {p.dtype for p in stock.model.parameters()} == {torch.float32}
+    with pytest.warns(PrecisionWarning, match="torch-dtype-renamed"):
+        trainer = build(cell, model_init_kwargs={"torch_dtype": "bf16"})
+    assert trainer.precision.model.weights == {"bfloat16"}
+    trainer = build(cell, model_init_kwargs={"torch_dtype": torch.bfloat16, "dtype": "bfloat16"})
+    assert trainer.args.model_init_kwargs == {"dtype": "bfloat16"}
+    with pytest.raises(PrecisionError, match="two-load-dtypes"):
+        build(cell, model_init_kwargs={"torch_dtype": "float16", "dtype": "bfloat16"})
 
 
 def test_a_class_that_hands_its_arguments_on_can_be_called_by_position():

@@ -1,0 +1,42 @@
+"""The section of `docs/evidence.md` about NaN and infinity, from the results of `benchmarks/not_finite.py`."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+
+RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "not_finite.jsonl"
+OUTCOMES = ("stopped", "skipped", "reported", "unharmed", "excluded", "silent")
+
+
+def section() -> list[str]:
+    """Returns the lines of the section."""
+    heading, *rows = map(json.loads, RESULT.read_text(encoding="utf-8").splitlines())
+    versions = ", ".join(f"{package} {number}" for package, number in heading["versions"].items())
+    total = {side: Counter(row[side] for row in rows) for side in ("stock", "safe")}
+    precisions = ", ".join(dict.fromkeys(row["precision"] for row in rows))
+    lines = [
+        "## NaN and infinity",
+        "",
+        f"Generated from `benchmarks/results/{RESULT.name}`, which `make bench-not-finite` writes. {versions}.",
+        "",
+        f"{len(rows)} runs of four steps of SFT, GRPO, RLOO and reward training, in {precisions}. NaN or infinity is",
+        "put into one place: one gradient, activation, reward or weight, or the state of the optimizer.",
+        "",
+        "- **stopped**: an error. **skipped**: the step is skipped and counted, and all weights stay finite.",
+        "- **reported**: a warning names what is not finite, at the latest when the run ends.",
+        "- **unharmed**: the trained weights equal those of the run without the value.",
+        "- **excluded**: the reward is NaN, which TRL leaves out by design.",
+        "- **silent**: the run ends as trained.",
+        "",
+        "| trainer | " + " | ".join(OUTCOMES) + " |",
+        "|---|" + "---|" * len(OUTCOMES),
+    ]
+    lines += [f"| {side} | " + " | ".join(str(total[side][o]) for o in OUTCOMES) + " |" for side in ("stock", "safe")]
+    lines += ["", "| place | runs | silent in stock | silent in safe | outcomes in safe |", "|---|---|---|---|---|"]
+    for place in dict.fromkeys(row["place"] for row in rows):
+        cells = [row for row in rows if row["place"] == place]
+        stock, safe = (Counter(row[side] for row in cells) for side in ("stock", "safe"))
+        found = ", ".join(f"{safe[o]} {o}" for o in OUTCOMES if safe[o])
+        lines.append(f"| {place} | {len(cells)} | {stock['silent']} | {safe['silent']} | {found} |")
+    return [*lines, ""]
