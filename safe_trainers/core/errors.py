@@ -312,12 +312,13 @@ def _setting_as_yaml(code: str) -> str:
     return f"{key}: {yaml_value(value)}"
 
 
-def nearest(value: str, accepted: Iterable[str]) -> str | None:
+def nearest(value: str, accepted: Iterable[str], similarity: float = 0.6) -> str | None:
     """Finds the accepted spelling that is most similar to a value, ignoring case and the difference of `-` and `_`.
 
     Args:
         value: What was written.
         accepted: The accepted spellings.
+        similarity: How similar they have to be, from 0 to 1: `difflib`'s ratio.
 
     Returns:
         The accepted spelling, or `None` if none is similar.
@@ -327,7 +328,7 @@ def nearest(value: str, accepted: Iterable[str]) -> str | None:
         return text.lower().replace("-", "_")
 
     choices = {normalised(choice): choice for choice in accepted}
-    match = difflib.get_close_matches(normalised(value), choices, n=1, cutoff=0.6)
+    match = difflib.get_close_matches(normalised(value), choices, n=1, cutoff=similarity)
     return choices[match[0]] if match else None
 
 

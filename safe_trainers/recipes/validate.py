@@ -26,6 +26,8 @@ from .yaml_file import RecipeFile, read_file
 
 LAUNCHER = re.compile(r"--accelerate_config[ =](\S+)")
 PROCESSES = re.compile(r"--num_processes[ =](\d+)")
+MISSPELT = 0.8
+"""How similar an unknown key has to be to a key that it may stand for: a letter or two differ."""
 FOLDERS = frozenset(
     ("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reward_model_name_or_path")
 )
@@ -330,12 +332,14 @@ def _unknown(settings: Settings, key: str, value: Any) -> Problem:
     others = [task for task in TASKS if task != settings.task and plain in load(task).keys]
     if others:
         return Problem(f"{key!r} is a key of {' and '.join(others)}, not of {settings.task}", fix=leave_out(key))
-    return Problem(f"there is no key {key!r}{hint(nearest(key, settings.schema.keys))}")
+    return Problem(f"there is no key {key!r}{hint(nearest(key, settings.schema.keys, MISSPELT))}")
 
 
 def _meant(unknown: set[str], schema: Schema) -> set[str]:
     """The keys that unknown ones stand for: their defaults have no problems to report."""
-    meant = {nearest(key, schema.keys) for key in unknown} | {replacement(key, schema.keys) for key in unknown}
+    meant = {nearest(key, schema.keys, MISSPELT) for key in unknown} | {
+        replacement(key, schema.keys) for key in unknown
+    }
     return {key for key in meant if key is not None}
 
 

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from safe_trainers import PrecisionError, RecipeError
 from safe_trainers.cli.main import main
+from safe_trainers.core.errors import yaml_value
 from safe_trainers.data.columns import local_columns
 from safe_trainers.recipes import packaged
 from safe_trainers.recipes.load import read_recipe
-from safe_trainers.recipes.renamed import RENAMED, outdated
+from safe_trainers.recipes.renamed import RENAMED, VALUE, outdated
 from safe_trainers.recipes.reward_lookup import find_module, missing_function
-from safe_trainers.recipes.schema import TASKS, available, load, path_of
+from safe_trainers.recipes.schema import TASKS, available, convert, load, path_of
 from safe_trainers.recipes.validate import prepare, split_config, validate
 
 
@@ -326,15 +327,95 @@ def test_every_outdated_key_is_named_with_its_successor(task):
             assert re.match(rf"`{key}` was (renamed to|replaced by) `{new}`", problem.text)
             assert [name for name, _ in problem.fix.settings] == [new]
         else:
-            assert problem.text.startswith(f"`{key}` was removed")
+            assert problem.text.startswith((f"`{key}` was removed", f"there is no key `{key}`"))
             assert problem.fix.drop == (key,)
+
+
+LINES = {task: [line for line in (ROOT / "recipes" / task / f"tiny_{'text' if task == 'reward' else 'vlm'}_bf16.yaml")
+                .read_text().splitlines() if line and not line.startswith("#")] for task in TASKS}  # fmt: skip
+OFF = (False, None, 0, "false")
+USUAL = {"max_samples": 1000, "wandb_project": "mine", "wandb_entity": "me", "dataset_prompt_column": "question",
+         "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "warmup_ratio": 0.1, "max_norm": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_fix_of_an_outdated_key_validates_once_it_is_applied(task):
+    """With each value that a key may have: on, off, a number, a word, and those of its own table."""
+    schema = load(task, "1.16.0")
+    lines = {line.split(":")[0]: line for line in LINES[task]}
+    for key in (key for key in RENAMED if key not in schema.keys):
+        chosen = RENAMED[key].chosen or {}
+        for value in (True, *OFF, *chosen, USUAL.get(key, True)):
+            problem = outdated(key, value, schema.keys)
+            given = dict(problem.fix.settings)
+            assert given or problem.fix.drop == (key,), key
+            if value in OFF and RENAMED[key].value != VALUE and RENAMED[key].key is not None:
+                carried = VALUE in str(RENAMED[key].value)
+                assert carried or not given, f"{key}: {value} switches something on"
+            accepted = {name: v for name, v in given.items() if name == "env" or _fits(schema, name, v)}
+            if value is USUAL.get(key) or value in chosen:
+                assert accepted == given, f"{key}: {value}"
+            Path("recipe.yaml").write_text(
+                "\n".join(
+                    [
+                        *(line for name, line in lines.items() if name not in accepted),
+                        *(f"{n}: {yaml_value(v)}" for n, v in accepted.items()),
+                    ]
+                )
+            )
+            found = validate("recipe.yaml", task=task, schema=schema).errors
+            assert [
+                p
+                for p in found
+                if p.place.key in accepted and "load_best" not in p.text and "packs the weights" not in p.text
+            ] == [], key
+
+
+def _fits(schema, name, value):
+    try:
+        convert(schema.keys[name], value, None)
+    except RecipeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("group_by_length: false", "Drop `group_by_length`"),
+        ("adafactor: false", "Drop `adafactor`"),
+        ("use_flash_attention_2: false", "Drop `use_flash_attention_2`"),
+        ("include_tokens_per_second: false", "Drop `include_tokens_per_second`"),
+        ("freeze_vision_modules: false", "Drop `freeze_vision_modules`"),
+        ("tpu_metrics_debug: false", "Drop `tpu_metrics_debug`"),
+        ("base_model: mine", "model_name_or_path: mine"),
+        ("max_samples: 500", 'dataset_train_split: "train[:500]"'),
+        ("finetuning_type: lora", "use_peft: true"),
+        ("adapter: qlora", "use_peft: true"),
+        ("quantization_bit: 4", "load_in_4bit: true"),
+        ("accumulate_grad_batches: 4", "gradient_accumulation_steps: 4"),
+        ("peft_config: x", "Drop `peft_config`"),
+    ],
+)
+def test_keys_that_are_off_and_keys_of_other_projects(line, expected):
+    Path("recipe.yaml").write_text("\n".join([*LINES["sft"], line]))
+    (problem,) = validate("recipe.yaml", task="sft", schema=load("sft", "1.16.0")).errors
+    assert expected in problem.line()
+
+
+@pytest.mark.parametrize("key", ["maximal_samples", "image_modules", "fsdp_configuration_of", "colour"])
+def test_no_key_is_suggested_that_is_not_near(key):
+    Path("recipe.yaml").write_text("\n".join([*LINES["sft"], f"{key}: 1"]))
+    (problem,) = validate("recipe.yaml", task="sft").errors
+    assert "did you mean" not in problem.line()
 
 
 def test_successors_are_keys_of_some_task_and_old_keys_of_none_that_is_installed():
     newest = {key for task in TASKS for key in load(task, available()[-1]).keys}
     for key, found in RENAMED.items():
         assert found.key in {None, "env"} | newest, key
-        assert found.key is not None or found.why, key
+        assert found.key is not None or found.why or found.chosen, key
+        assert {name for asked in (found.chosen or {}).values() for name in asked} <= newest, key
     deprecated = {"use_transformers_paged", "vllm_importance_sampling_cap"}
     assert set(RENAMED) & newest <= deprecated
 
@@ -362,8 +443,6 @@ def test_values_of_outdated_keys_are_carried_over():
 
 # --- mutations of valid recipes --------------------------------------------------------------------------------------
 
-LINES = {task: [line for line in (ROOT / "recipes" / task / f"tiny_{'text' if task == 'reward' else 'vlm'}_bf16.yaml")
-                .read_text().splitlines() if line and not line.startswith("#")] for task in TASKS}  # fmt: skip
 VALUES = ["4.0", "-3", "null", "[1, 2]", "{a: 1}", "'yes'", "text", "true", "1e400", ".nan", "2024-01-01", "''",
           "!!x y", "*a", "&a 1", "[", "'", "\t", "0", "99999999999999999999", "a: b", "%", "@", "`", "|",
           "- 1", "\u00e9", "\x07"]  # fmt: skip
