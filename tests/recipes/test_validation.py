@@ -342,10 +342,11 @@ USUAL = {"max_samples": 1000, "wandb_project": "mine", "wandb_entity": "me", "da
 def test_every_fix_of_an_outdated_key_validates_once_it_is_applied(task):
     """With each value that a key may have: on, off, a number, a word, and those of its own table."""
     schema = load(task, "1.16.0")
-    lines = {line.split(":")[0]: line for line in LINES[task]}
+    lines = {line.split(":")[0]: line for line in LINES[task] if not line.startswith(("bf16", "use_cpu"))}
+    lines["use_peft"] = "use_peft: true"  # for keys of adapters
     for key in (key for key in RENAMED if key not in schema.keys):
         chosen = RENAMED[key].chosen or {}
-        for value in (True, *OFF, *chosen, USUAL.get(key, True)):
+        for value in (USUAL.get(key, True), *OFF, *chosen):
             problem = outdated(key, value, schema.keys)
             given = dict(problem.fix.settings)
             assert given or problem.fix.drop == (key,), key
@@ -364,11 +365,9 @@ def test_every_fix_of_an_outdated_key_validates_once_it_is_applied(task):
                 )
             )
             found = validate("recipe.yaml", task=task, schema=schema).errors
-            assert [
-                p
-                for p in found
-                if p.place.key in accepted and "load_best" not in p.text and "packs the weights" not in p.text
-            ] == [], key
+            if value in OFF and VALUE in str(RENAMED[key].value):
+                continue  # the value is kept, whatever it is
+            assert [p for p in found if p.place.key in accepted and "load_best" not in p.text] == [], key
 
 
 def _fits(schema, name, value):
@@ -403,7 +402,7 @@ def test_keys_that_are_off_and_keys_of_other_projects(line, expected):
     assert expected in problem.line()
 
 
-@pytest.mark.parametrize("key", ["maximal_samples", "image_modules", "fsdp_configuration_of", "colour"])
+@pytest.mark.parametrize("key", ["maximal_samples", "picture_mode_of", "fsdp_configuration_of", "colour"])
 def test_no_key_is_suggested_that_is_not_near(key):
     Path("recipe.yaml").write_text("\n".join([*LINES["sft"], f"{key}: 1"]))
     (problem,) = validate("recipe.yaml", task="sft").errors
