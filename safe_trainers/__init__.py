@@ -18,12 +18,22 @@ from .core.errors import (
 )
 from .core.messages import WARNINGS
 from .core.refusals import REFUSALS
-from .core.versions import __version__
+from .core.tasks import TASKS
+from .core.versions import __version__, absent_names
 
 
 if TYPE_CHECKING:
     from .boundaries.placement import BoundaryPlan, plan_boundaries
-    from .config import PrecisionArguments, SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
+    from .config import (
+        PrecisionArguments,
+        SafeDistillationConfig,
+        SafeDPOConfig,
+        SafeGRPOConfig,
+        SafeKTOConfig,
+        SafeRewardConfig,
+        SafeRLOOConfig,
+        SafeSFTConfig,
+    )
     from .core.coverage import SafetyContract
     from .core.dtypes import parse_dtype
     from .media.caster import MEDIA_KEYS
@@ -32,11 +42,19 @@ if TYPE_CHECKING:
     from .trainer.base import PrecisionBase
     from .trainer.coverage import contract_of
     from .trainer.mixin import PrecisionMixin
-    from .trainers import SafeGRPOTrainer, SafeRewardTrainer, SafeRLOOTrainer, SafeSFTTrainer
+    from .trainers import (
+        SafeDistillationTrainer,
+        SafeDPOTrainer,
+        SafeGRPOTrainer,
+        SafeKTOTrainer,
+        SafeRewardTrainer,
+        SafeRLOOTrainer,
+        SafeSFTTrainer,
+    )
     from .weights.merge_and_save import MergeCheck, merge_and_save
 
 _NAMES_BY_MODULE = {
-    "config": ("PrecisionArguments", "SafeGRPOConfig", "SafeRLOOConfig", "SafeRewardConfig", "SafeSFTConfig"),
+    "config": ("PrecisionArguments", *(task.config for task in TASKS.values())),
     "model.inventory": ("ModelInventory", "take_inventory"),
     "trainer.coverage": ("SafetyContract", "contract_of"),
     "core.dtypes": ("parse_dtype",),
@@ -46,7 +64,7 @@ _NAMES_BY_MODULE = {
     "trainer.mixin": ("PrecisionMixin",),
     "policy.resolve": ("PrecisionPolicy", "resolve"),
     "boundaries.placement": ("BoundaryPlan", "plan_boundaries"),
-    "trainers": ("SafeGRPOTrainer", "SafeRLOOTrainer", "SafeRewardTrainer", "SafeSFTTrainer"),
+    "trainers": tuple(task.trainer for task in TASKS.values()),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 _NEEDS_TRL = {"config", "trainer.base", "trainer.mixin", "trainers"}
@@ -67,8 +85,14 @@ __all__ = [
     "PrecisionPolicy",
     "PrecisionWarning",
     "RecipeError",
+    "SafeDPOConfig",
+    "SafeDPOTrainer",
+    "SafeDistillationConfig",
+    "SafeDistillationTrainer",
     "SafeGRPOConfig",
     "SafeGRPOTrainer",
+    "SafeKTOConfig",
+    "SafeKTOTrainer",
     "SafeRLOOConfig",
     "SafeRLOOTrainer",
     "SafeRewardConfig",
@@ -86,6 +110,8 @@ __all__ = [
     "resolve",
     "take_inventory",
 ]
+for _name in absent_names():  # so that `from safe_trainers import *` works with older releases of TRL
+    __all__.remove(_name)
 
 
 def __getattr__(name: str) -> Any:
@@ -97,9 +123,10 @@ def __getattr__(name: str) -> Any:
 
     if module not in _NEEDS_TRL:
         return getattr(importlib.import_module(f".{module}", __name__), name)
-    from .core.versions import check_versions, check_vllm
+    from .core.versions import check_stable, check_versions, check_vllm
 
     check_versions()
+    check_stable(name)
     try:
         return getattr(importlib.import_module(f".{module}", __name__), name)
     except RuntimeError:  # TRL raises it for every error in the imports of a trainer

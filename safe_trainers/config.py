@@ -7,11 +7,13 @@ here resolve the precision first, while they can still see what the user left un
 from dataclasses import dataclass
 from typing import Any
 
-from trl import GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
+import trl
+from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from .core.device import detect_device
 from .core.dtypes import BFLOAT16, FLOAT16, parse_dtype
 from .core.errors import raise_if
+from .core.versions import absent_names
 from .policy.resolve import Requested, resolve_compute
 from .policy.settings import PrecisionSettings
 
@@ -58,3 +60,22 @@ class SafeSFTConfig(PrecisionArguments, SFTConfig):
 @dataclass
 class SafeRewardConfig(PrecisionArguments, RewardConfig):
     """`RewardConfig` with the precision settings."""
+
+
+@dataclass
+class SafeDPOConfig(PrecisionArguments, DPOConfig):
+    """`DPOConfig` with the precision settings."""
+
+
+if "SafeKTOConfig" not in absent_names():
+
+    @dataclass
+    class SafeKTOConfig(PrecisionArguments, trl.KTOConfig):
+        """`KTOConfig` with the precision settings; needs TRL 1.8."""
+
+
+if "SafeDistillationConfig" not in absent_names():
+
+    @dataclass
+    class SafeDistillationConfig(PrecisionArguments, trl.DistillationConfig):
+        """`DistillationConfig` with the precision settings; needs TRL 1.10."""

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from packaging.version import Version
 
 from .errors import UnsupportedVersionError
+from .tasks import TASKS, Task, task_of
 
 
 __version__ = "0.1.0"
@@ -44,6 +45,37 @@ def check_versions(installed: dict[str, str] | None = None) -> None:
     ]
     if wrong:
         raise UnsupportedVersionError("\n".join(wrong))
+
+
+def absent_names() -> list[str]:
+    """The drop-in trainers and configs that the installed TRL has no stable trainer for; empty without TRL."""
+    try:
+        trl = version("trl")
+    except PackageNotFoundError:
+        return []
+    return [name for task in TASKS.values() if _is_absent(task, trl) for name in (task.trainer, task.config)]
+
+
+def check_stable(name: str, trl: str | None = None) -> None:
+    """Checks that the installed TRL has the stable trainer of a drop-in class.
+
+    Args:
+        name: The name of a drop-in trainer or config; other names are accepted.
+        trl: The version of TRL; by default the installed one.
+
+    Raises:
+        UnsupportedVersionError: If the trainer became stable in a later release.
+    """
+    task, trl = task_of(name), trl or version("trl")
+    if task is not None and _is_absent(task, trl):
+        raise UnsupportedVersionError(
+            f"{name} needs trl>={task.since}, in which {task.algorithm}Trainer is stable; trl {trl} is installed. "
+            f'Run: pip install "trl>={task.since},<{SUPPORTED["trl"][1]}"'
+        )
+
+
+def _is_absent(task: Task, trl: str) -> bool:
+    return Version(trl).release < Version(task.since).release
 
 
 def check_vllm() -> None:
