@@ -18,22 +18,21 @@ from upstream import loads_own_classes, why_not_built
 
 import safe_trainers
 from safe_trainers import tiny
+from safe_trainers.core.tasks import TASKS
+from safe_trainers.core.versions import stable_tasks
 
 
-STOCK = {"grpo": trl.GRPOTrainer, "rloo": trl.RLOOTrainer, "sft": trl.SFTTrainer, "reward": trl.RewardTrainer}
-PLAIN = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig, "sft": trl.SFTConfig, "reward": trl.RewardConfig}
-SAFE = {
-    "grpo": safe_trainers.SafeGRPOTrainer,
-    "rloo": safe_trainers.SafeRLOOTrainer,
-    "sft": safe_trainers.SafeSFTTrainer,
-    "reward": safe_trainers.SafeRewardTrainer,
+STABLE = {name: TASKS[name] for name in stable_tasks()}
+"""The tasks of the installed TRL."""
+STOCK = {name: getattr(trl, f"{task.algorithm}Trainer") for name, task in STABLE.items()}
+PLAIN = {name: getattr(trl, f"{task.algorithm}Config") for name, task in STABLE.items()}
+SAFE = {name: getattr(safe_trainers, task.trainer) for name, task in STABLE.items()}
+SAFE_CONFIG = {name: getattr(safe_trainers, task.config) for name, task in STABLE.items()}
+NEEDS_STABLE = {
+    name: pytest.mark.skipif(name not in STABLE, reason=f"{TASKS[name].trainer} needs TRL {TASKS[name].since}")
+    for name in TASKS
 }
-SAFE_CONFIG = {
-    "grpo": safe_trainers.SafeGRPOConfig,
-    "rloo": safe_trainers.SafeRLOOConfig,
-    "sft": safe_trainers.SafeSFTConfig,
-    "reward": safe_trainers.SafeRewardConfig,
-}
+"""The mark of a test of a task that older releases lack."""
 SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -81,9 +80,9 @@ def sliced(table: list[Cell], *axes: str) -> list[Any]:
 
 
 @functools.cache
-def folder(family: str) -> Path:
+def folder(family: str, seed: int = 0) -> Path:
     """A saved fp32 model of the family; TRL rebuilds reference models from the folder."""
-    return tiny.save(family, Path(_root().name) / family, seed=0)
+    return tiny.save(family, Path(_root().name) / f"{family}-{seed}", seed=seed)
 
 
 @functools.cache
@@ -100,7 +99,12 @@ def dataset(task: str, family: str, rows: int = 8) -> Any:
     """A training set for the task, with pictures unless the family is text-only."""
     if task == "reward":
         return tiny.preference_dataset(rows, seed=0)
-    made = tiny.sft_dataset(rows, seed=0) if task == "sft" else tiny.prompt_dataset(rows, seed=0)
+    makers = {
+        "sft": tiny.sft_dataset,
+        "dpo": tiny.image_preference_dataset,
+        "kto": tiny.unpaired_preference_dataset,
+    }
+    made = makers.get(task, tiny.prompt_dataset)(rows, seed=0)
     return made if family in tiny.VISION_FAMILIES else made.remove_columns("image")
 
 
@@ -122,7 +126,9 @@ def settings(cell: Cell, steps: int = 2, **changes: Any) -> dict[str, Any]:
     }
     if cell.task in ("grpo", "rloo"):
         common |= {"num_generations": 2, "max_completion_length": 4, "beta": cell.beta}
-    if cell.task == "sft":
+    if cell.task == "distillation":
+        common |= {"max_completion_length": 4}
+    if cell.task in ("sft", "dpo", "kto"):
         common |= {"max_length": None}
     return common | changes
 
@@ -146,6 +152,8 @@ def arguments(cell: Cell, config: type, steps: int = 2, **changes: Any) -> dict[
         made["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
     if cell.task in ("grpo", "rloo"):
         made["reward_funcs"] = token_reward
+    if cell.task == "distillation":
+        made["teacher_model"] = str(folder(cell.family, 1))
     return made
 
 

@@ -15,20 +15,27 @@ from ..core.errors import RecipeError
 
 
 def check_model_exists(recipe: Any) -> None:
-    """Raises a `RecipeError` if the model cannot be found, before anything is written."""
+    """Raises a `RecipeError` if the model or a teacher cannot be found, before anything is written."""
     from transformers import AutoConfig
 
     from ..data.columns import embedded_name
 
-    name = recipe.model.model_name_or_path
-    if embedded_name(name) is not None:
-        return
-    try:
-        AutoConfig.from_pretrained(
-            name, revision=recipe.model.model_revision, trust_remote_code=recipe.training.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model {name} cannot be read: {str(error).splitlines()[0]}") from None
+    named = {recipe.model.model_name_or_path: recipe.model.model_revision}
+    teacher = teacher_of(recipe)
+    if teacher is not None:
+        named[teacher] = recipe.training.teacher_model_revision
+    for name, revision in named.items():
+        if embedded_name(name) is not None:
+            continue
+        try:
+            AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=recipe.training.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"model {name} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def teacher_of(recipe: Any) -> str | None:
+    """The teacher that a recipe names; `None` for a task without one."""
+    return getattr(recipe.training, "teacher_model_name_or_path", None)
 
 
 def make_datasets(recipe: Any) -> tuple[Any, Any, Any]:
@@ -47,9 +54,15 @@ def make_datasets(recipe: Any) -> tuple[Any, Any, Any]:
     size = max(extra.evaluation_size, 1)
     if embedded == "preferences":
         train = tiny.preference_dataset(extra.dataset_size, seed, split="train")
-        evaluation = held_out = tiny.preference_dataset(size, seed, split="heldout")
+        evaluation = tiny.preference_dataset(size, seed, split="heldout")
+        held_out = evaluation if recipe.task == "reward" else None
     else:
-        make = tiny.sft_dataset if recipe.task == "sft" else tiny.prompt_dataset
+        makers = {
+            "sft": tiny.sft_dataset,
+            "dpo": tiny.image_preference_dataset,
+            "kto": tiny.unpaired_preference_dataset,
+        }
+        make = makers.get(recipe.task, tiny.prompt_dataset)
         train = make(extra.dataset_size, seed, split="train", shuffle_images=extra.shuffle_images)
         evaluation = make(size, seed, split="heldout")
         held_out = tiny.prompt_dataset(size, seed, split="heldout")
@@ -98,25 +111,35 @@ def _split(recipe: Any, splits: Any, name: str) -> Any:
 
 def make_model(recipe: Any, console: Console) -> str:
     """Returns the name of the model; an embedded one is built and warmed up first, and its folder is returned."""
+    extra = recipe.extra
+    return _make(recipe, console, recipe.model.model_name_or_path, "model", extra.warm_up_steps, extra.warm_up_bias)
+
+
+def make_teacher(recipe: Any, console: Console) -> str:
+    """Returns the name of the teacher, as `make_model` does; an embedded one is warmed up without a bias."""
+    return _make(recipe, console, str(teacher_of(recipe)), "teacher", recipe.script.teacher_warm_up_steps, 0.0)
+
+
+def _make(recipe: Any, console: Console, name: str, folder_name: str, steps: int, bias: float) -> str:
     import torch
     from accelerate import PartialState
 
     from .. import tiny
     from ..data.columns import embedded_name
 
-    family = embedded_name(recipe.model.model_name_or_path)
+    family = embedded_name(name)
     if family is None:
-        return str(recipe.model.model_name_or_path)
+        return str(name)
     # Such a small model is slower with several threads, on a busy machine many times slower.
     torch.set_num_threads(1)
-    folder, state = Path(recipe.training.output_dir) / "model", PartialState()
+    folder, state = Path(recipe.training.output_dir) / folder_name, PartialState()
     with _scratch_folder(folder, state) as scratch:
         made = scratch / "model"
         if state.is_main_process:
             tiny.save(family, made, seed=recipe.training.seed)
         state.wait_for_everyone()
-        if recipe.extra.warm_up_steps:
-            _warm_up(recipe, made, console)
+        if steps:
+            _warm_up(recipe, made, console, steps, bias)
         state.wait_for_everyone()
         if state.is_main_process:
             if folder.exists():
@@ -140,7 +163,7 @@ def _scratch_folder(folder: Path, state: Any) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
+def _warm_up(recipe: Any, folder: Path, console: Console, steps: int, bias: float) -> None:
     """Trains an embedded model on answers, and saves it in float32.
 
     It uses the autocast of the run, because accelerate allows only one mixed precision per process.
@@ -154,7 +177,7 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
         bf16=training.bf16,
         fp16=training.fp16,
         use_cpu=training.use_cpu,
-        max_steps=extra.warm_up_steps,
+        max_steps=steps,
         per_device_train_batch_size=extra.warm_up_batch_size,
         learning_rate=extra.warm_up_learning_rate,
         completion_only_loss=True,
@@ -166,7 +189,7 @@ def _warm_up(recipe: Any, folder: Path, console: Console) -> None:
         precision_report="off",
         seed=training.seed,
     )
-    dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train", bias=extra.warm_up_bias)
+    dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train", bias=bias)
     trainer = SafeSFTTrainer(model=str(folder), args=arguments, train_dataset=dataset)
     show_progress(trainer, console, "warm-up", extra.progress)
     trainer.train()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from ..core.errors import SafeTrainersError
+from ..core.tasks import TASKS
 from ..core.versions import __version__
 
 
@@ -33,10 +34,10 @@ class Command:
 
 
 COMMANDS = {
-    "grpo": Command("train with SafeGRPOTrainer", "train", takes_recipe_keys=True),
-    "rloo": Command("train with SafeRLOOTrainer", "train", takes_recipe_keys=True),
-    "sft": Command("train with SafeSFTTrainer", "train", takes_recipe_keys=True),
-    "reward": Command("train a reward model with SafeRewardTrainer", "train", takes_recipe_keys=True),
+    **{
+        name: Command(" ".join(f"train {task.trains} with {task.trainer}".split()), "train", takes_recipe_keys=True)
+        for name, task in TASKS.items()
+    },
     "demo": Command(
         "train a tiny model with stock TRL, which crashes, and with the safe trainer", "demo", takes_recipe_keys=True
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import Problem, RecipeError
-from ..recipes.schema import TASKS
+from ..core.tasks import TASKS
 
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="MODEL|RECIPE|CHECKPOINT", help="model, recipe, checkpoint or report; see below"
     )
-    parser.add_argument("--task", choices=TASKS, help="the task of a recipe; by default detected")
+    parser.add_argument("--task", choices=tuple(TASKS), help="the task of a recipe; by default detected")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -50,7 +50,7 @@ def report_on(target: str, task: str | None = None) -> "Report":
     Args:
         target: A recipe (`*.yaml`), a saved report (`*.json`), an embedded model (`tiny:llava`), the folder of a
             model, an adapter, a checkpoint or a run, or the name of a repository on the hub.
-        task: The task of a recipe: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`; by default detected from the recipe.
+        task: The task of a recipe, one of `TASKS`; by default detected from the recipe.
 
     Returns:
         The report.
@@ -98,7 +98,6 @@ def report_on_recipe(path: Path, task: str | None = None) -> "Report":
     from ..core.dtypes import FLOAT32
     from ..data.columns import embedded_name
     from ..recipes import packaged
-    from ..recipes.keys import TASKS as KEYS
     from ..recipes.load import load_recipe
     from ..recipes.validate import check_recipe, tasks_of
     from ..recipes.yaml_file import read_file
@@ -111,7 +110,7 @@ def report_on_recipe(path: Path, task: str | None = None) -> "Report":
     file = read_file(path if os.path.isfile(path) else packaged.find(path.as_posix(), "recipes"))
     recipe = load_recipe(check_recipe(file, task or tasks_of(file)[0]))
     arguments, model = recipe.training, recipe.model
-    trainer_class = getattr(safe_trainers, KEYS[recipe.task].trainer)
+    trainer_class = getattr(safe_trainers, TASKS[recipe.task].trainer)
     loaded = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
     arguments.model_init_kwargs = {k: v for k, v in loaded.items() if v is not None} | dict(
         arguments.model_init_kwargs or {}

@@ -1,4 +1,4 @@
-"""`safe-trainers grpo|rloo|sft|reward`: builds the trainer of a recipe, trains, and writes the results."""
+"""The training commands: builds the trainer of a recipe, trains, and writes the results."""
 
 import contextlib
 import dataclasses
@@ -85,11 +85,14 @@ def dry_run(recipe: Any) -> Any:
         RecipeError: If the trainer cannot be built.
         PrecisionError: If the precision settings cannot work.
     """
+    from .build_inputs import teacher_of
     from .launch_env import SHARED_FOLDER
 
     _check_resume(recipe)
     recipe.training.resume_from_checkpoint = None
     recipe.extra.warm_up_steps = 0
+    if teacher_of(recipe) is not None:
+        recipe.script.teacher_warm_up_steps = 0
     with tempfile.TemporaryDirectory(prefix="safe-trainers-dry-run-") as own:
         # Launched processes share a folder. The output_dir of the recipe stays untouched.
         recipe.training.output_dir = str(Path(os.environ.get(SHARED_FOLDER, own), "dry-run"))
@@ -116,10 +119,10 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
 
     import safe_trainers
 
-    from ..recipes.keys import TASKS
+    from ..core.tasks import TASKS
     from ..recipes.load import load_rewards
     from ..trainer.from_config import declared_policy
-    from .build_inputs import check_model_exists, make_datasets, make_model
+    from .build_inputs import check_model_exists, make_datasets, make_model, make_teacher, teacher_of
     from .launch_env import check_launched
 
     trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
@@ -144,6 +147,9 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
         }
         if hasattr(recipe.script, "reward_funcs"):
             settings["reward_funcs"] = load_rewards(recipe)
+        if teacher_of(recipe) is not None:
+            settings["teacher_model"] = make_teacher(recipe, console)
+            arguments.teacher_model_init_kwargs = _teacher_init_kwargs(recipe)
         trainer = trainer_class(**settings)
         check_launched(trainer.accelerator)
     return trainer, held_out
@@ -263,6 +269,19 @@ def _model_init_kwargs(recipe: Any) -> dict[str, Any]:
     }
     return {key: value for key, value in declared.items() if value is not None} | (
         recipe.training.model_init_kwargs or {}
+    )
+
+
+def _teacher_init_kwargs(recipe: Any) -> dict[str, Any]:
+    """Returns `teacher_model_init_kwargs` as TRL's script derives them; those of the recipe win."""
+    model, training = recipe.model, recipe.training
+    declared = {
+        "revision": training.teacher_model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    return {key: value for key, value in declared.items() if value is not None} | (
+        training.teacher_model_init_kwargs or {}
     )
 
 

@@ -1,4 +1,4 @@
-"""`safe-trainers grpo|rloo|sft|reward --config FILE --key value ...`."""
+"""`safe-trainers TASK --config FILE --key value ...`, such as `safe-trainers grpo`."""
 
 import argparse
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from ..recipes.schema import TASKS
+from ..core.tasks import TASKS
 
 
 EPILOG = """exit status: 0: ready, 1: warnings, 2: errors
@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.epilog = EPILOG
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="a file, or a name from `safe-trainers list`")
-    parser.add_argument("--task", choices=TASKS, help="the task of the recipes; by default detected for each of them")
+    parser.add_argument(
+        "--task", choices=tuple(TASKS), help="the task of the recipes; by default detected for each of them"
+    )
     parser.add_argument(
         "--accelerate_config", metavar="NAME|FILE", help="the launch config to check; by default that of the header"
     )

@@ -263,6 +263,12 @@ class Run:
         """
         self._model, self.args, self.settings = model, args, settings
         self.features = tuple(feature(self) for feature in features)
+        self._by_hook.clear()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the model exists and the features have been created."""
+        return "settings" in vars(self)
 
     # ---- For features ----
 

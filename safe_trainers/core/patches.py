@@ -73,6 +73,10 @@ PATCHES: Mapping[str, Patch] = {
         "the engine's model", ("load_weights",), LIFETIME,
         "the weights of SigLIP and CLIP towers have other names in transformers 5 than in vLLM",
     ),
+    "redirected-loss": Patch(
+        "the trainer", ("_forward_redirection",), LIFETIME,
+        "TRL redirects a loss through the model by replacing the forward pass that accelerate runs under autocast",
+    ),
     "merged-view": Patch(
         "the PEFT model", ("merge_adapter", "unmerge_adapter", "parameters", "named_parameters"), BLOCK,
         "TRL's weight sync reads merged weights from the model; they are merged outside of it instead",

@@ -18,14 +18,12 @@ class Task:
         algorithm: Its name in TRL's classes: `GRPO` of `GRPOTrainer`.
         columns: The columns that a dataset needs: one of these groups.
         trains: What the command trains, for its help.
-        script: TRL's dataclass with the dataset and reward keys of its command.
         since: The first release of TRL in which the trainer is stable.
     """
 
     algorithm: str
     columns: Columns
     trains: str = ""
-    script: str = "trl.ScriptArguments"
     since: str = "0.29"
 
     @property
@@ -40,8 +38,8 @@ class Task:
 
 
 TASKS: Mapping[str, Task] = {
-    "grpo": Task("GRPO", PROMPTS, script="trl.scripts.grpo.GRPOScriptArguments"),
-    "rloo": Task("RLOO", PROMPTS, script="trl.scripts.rloo.RLOOScriptArguments"),
+    "grpo": Task("GRPO", PROMPTS),
+    "rloo": Task("RLOO", PROMPTS),
     "sft": Task("SFT", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))),
     "reward": Task("Reward", PREFERENCES, trains="a reward model"),
     "dpo": Task("DPO", PREFERENCES),

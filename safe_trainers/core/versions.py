@@ -47,13 +47,20 @@ def check_versions(installed: dict[str, str] | None = None) -> None:
         raise UnsupportedVersionError("\n".join(wrong))
 
 
-def absent_names() -> list[str]:
-    """The drop-in trainers and configs that the installed TRL has no stable trainer for; empty without TRL."""
+def stable_tasks() -> list[str]:
+    """The tasks whose trainer is stable in the installed TRL; all of them without TRL."""
     try:
         trl = version("trl")
     except PackageNotFoundError:
-        return []
-    return [name for task in TASKS.values() if _is_absent(task, trl) for name in (task.trainer, task.config)]
+        return list(TASKS)
+    return [name for name, task in TASKS.items() if not _is_absent(task, trl)]
+
+
+def absent_names() -> list[str]:
+    """The drop-in trainers and configs that the installed TRL has no stable trainer for."""
+    stable = stable_tasks()
+    absent = [task for name, task in TASKS.items() if name not in stable]
+    return [name for task in absent for name in (task.trainer, task.config)]
 
 
 def check_stable(name: str, trl: str | None = None) -> None:

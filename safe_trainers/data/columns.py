@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..core.errors import Fix, Problem, nearest
+from ..core.tasks import TASKS
 from ..tiny import FAMILIES
 
 
@@ -22,19 +23,18 @@ EMBEDDED_MODELS = (*FAMILIES, "reward")
 BLIND_MODELS = frozenset({"text", "gpt_oss", "reward"})
 """The embedded models that accept no images."""
 
-COLUMNS = {
-    "grpo": (("prompt",),),
-    "rloo": (("prompt",),),
-    "sft": (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
-    "reward": (("chosen", "rejected"),),
-}
-"""The columns that each task needs: one of these groups."""
-
 IMAGES = frozenset({"image", "images"})
 """The columns that hold images."""
 
-EMBEDDED_DATASETS = {"shapes": ("prompt", "image", "solution"), "preferences": ("chosen", "rejected")}
-"""The embedded datasets and their columns."""
+EMBEDDED_DATASETS = ("shapes", "preferences")
+"""The embedded datasets."""
+
+SHAPES = {
+    "sft": ("prompt", "completion", "image"),
+    "dpo": ("prompt", "chosen", "rejected", "image"),
+    "kto": ("prompt", "completion", "label", "image"),
+}
+"""The columns of `shapes` for a task; the other tasks get prompts, images and solutions."""
 
 
 def embedded_name(value: str | None) -> str | None:
@@ -44,6 +44,16 @@ def embedded_name(value: str | None) -> str | None:
         value: A model or a dataset, as a recipe names it.
     """
     return value.removeprefix(TINY) if value is not None and value.startswith(TINY) else None
+
+
+def embedded_columns(name: str, task: str) -> tuple[str, ...]:
+    """The columns of an embedded dataset.
+
+    Args:
+        name: One of `EMBEDDED_DATASETS`.
+        task: The task's name, for which the dataset is made.
+    """
+    return SHAPES.get(task, ("prompt", "image", "solution")) if name == "shapes" else ("chosen", "rejected")
 
 
 def is_path(name: str) -> bool:
@@ -67,8 +77,8 @@ def missing_columns(task: str, name: str, columns: Sequence[str], needs_images: 
     Returns:
         The problem, with the columns that are there; `None` if none is missing.
     """
-    if columns and not any(set(group) <= set(columns) for group in COLUMNS[task]):
-        wanted = ", or ".join(" and ".join(group) for group in COLUMNS[task])
+    if columns and not any(set(group) <= set(columns) for group in TASKS[task].columns):
+        wanted = ", or ".join(" and ".join(group) for group in TASKS[task].columns)
         return Problem(f"dataset {name} has the columns {', '.join(columns)}; {task} needs {wanted}")
     if not needs_images or IMAGES & set(columns):
         return None

@@ -6,9 +6,11 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
-from ..config import SafeGRPOConfig, SafeRewardConfig, SafeRLOOConfig, SafeSFTConfig
+import safe_trainers
+
 from ..core.dtypes import parse_dtype
 from ..core.errors import RecipeError
+from ..core.tasks import TASKS
 from ..data.checks import out_of_range
 from ..data.dataset import DatasetArguments
 from .ranges import OWN
@@ -55,27 +57,19 @@ class RecipeArguments(DatasetArguments):
             raise RecipeError(wrong)
 
 
-@dataclass(frozen=True)
-class Task:
-    """One algorithm of the command line.
+@dataclass
+class DistillationScriptArguments(ScriptArguments):
+    """TRL's keys of a dataset, and those of an embedded teacher.
 
     Attributes:
-        trainer: The name of its trainer class.
-        config: Its config class.
-        script: TRL's dataclass with its dataset and reward keys.
+        teacher_warm_up_steps: Steps of supervised training of an embedded teacher before the run.
     """
 
-    trainer: str
-    config: type
-    script: type
+    teacher_warm_up_steps: int = field(default=0, metadata={"help": "Supervised steps of an embedded teacher."})
 
 
-TASKS = {
-    "grpo": Task("SafeGRPOTrainer", SafeGRPOConfig, GRPOScriptArguments),
-    "rloo": Task("SafeRLOOTrainer", SafeRLOOConfig, RLOOScriptArguments),
-    "sft": Task("SafeSFTTrainer", SafeSFTConfig, ScriptArguments),
-    "reward": Task("SafeRewardTrainer", SafeRewardConfig, ScriptArguments),
-}
+_SCRIPTS = {"grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments, "distillation": DistillationScriptArguments}
+"""The dataset and reward keys of a task; the others have only TRL's keys of a dataset."""
 
 
 def recipe_classes(task: str) -> tuple[type, ...]:
@@ -85,5 +79,9 @@ def recipe_classes(task: str) -> tuple[type, ...]:
 
     Args:
         task: One of `TASKS`.
+
+    Raises:
+        UnsupportedVersionError: If the task's trainer is not stable in the installed TRL.
     """
-    return RecipeArguments, TASKS[task].script, TASKS[task].config, ModelConfig, DatasetMixtureConfig
+    config = getattr(safe_trainers, TASKS[task].config)
+    return RecipeArguments, _SCRIPTS.get(task, ScriptArguments), config, ModelConfig, DatasetMixtureConfig

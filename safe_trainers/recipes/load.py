@@ -53,7 +53,7 @@ def read_recipe(task: str, argv: Sequence[str]) -> Recipe:
     """Reads a recipe and the overrides that follow it.
 
     Args:
-        task: `"grpo"`, `"rloo"`, `"sft"` or `"reward"`.
+        task: One of `TASKS`.
         argv: `["--config", "recipe.yaml", "--learning_rate", "1e-5", ...]`; the command line wins.
 
     Returns:

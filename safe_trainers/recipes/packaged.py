@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.errors import Fix, Problem, RecipeError, hint, nearest, run_command
+from ..core.tasks import TASKS
 from ..report.document import Report, Table
-from .schema import TASKS, path_of
+from .schema import path_of
 from .yaml_file import EDITORS, read_file
 
 

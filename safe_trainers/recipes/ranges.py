@@ -63,7 +63,10 @@ PRECISION: Mapping[str, Range] = {
 }
 """The ranges of `PrecisionSettings`."""
 
-RANGES: Mapping[str, Range] = {**UPSTREAM, **PRECISION, **DATASET, **OWN}
+TEACHER: Mapping[str, Range] = {"teacher_warm_up_steps": Range(0, integer=True)}
+"""The ranges of `DistillationScriptArguments`."""
+
+RANGES: Mapping[str, Range] = {**UPSTREAM, **PRECISION, **DATASET, **OWN, **TEACHER}
 """The range of each key; for a list, of each item."""
 
 USUAL: Mapping[str, Any] = {

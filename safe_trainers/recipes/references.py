@@ -13,6 +13,7 @@ from ..data.columns import (
     EMBEDDED_DATASETS,
     EMBEDDED_MODELS,
     TINY,
+    embedded_columns,
     embedded_name,
     is_path,
     local_columns,
@@ -45,6 +46,8 @@ def reference_problems(settings: Settings) -> Iterator[Problem]:
     """
     if settings.sound("model_name_or_path", "load_in_4bit", "warm_up_steps"):
         yield from _model(settings)
+    if settings.has("teacher_model_name_or_path") and settings.sound("teacher_model_name_or_path"):
+        yield from _named_model(settings, "teacher_model_name_or_path", "teacher_warm_up_steps")
     if settings.sound("dataset_name", "datasets", "dataset_columns", "needs_images"):
         yield from _dataset(settings)
     if settings.has("reward_funcs") and settings.sound("reward_funcs"):
@@ -56,29 +59,38 @@ def reference_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def _model(settings: Settings) -> Iterator[Problem]:
-    name, key = settings["model_name_or_path"], "model_name_or_path"
+    yield from _named_model(settings, "model_name_or_path", "warm_up_steps")
+    name = settings["model_name_or_path"]
     if not name:
-        what = "model_name_or_path is missing: a folder, a name on the hub, or an embedded model"
-        yield settings.error(key, what, write(model_name_or_path="tiny:aria"))
+        return
+    family = embedded_name(name)
+    if settings["bnb_4bit_compute_dtype"] is not None and not settings["load_in_4bit"]:
+        packed = family is None and (not os.path.isdir(name) or _is_packed(Path(name)))
+        if not packed:
+            what = f"bnb_4bit_compute_dtype is for 4-bit models, and {name} is not one"
+            yield settings.error("bnb_4bit_compute_dtype", what, write(load_in_4bit=True))
+
+
+def _named_model(settings: Settings, key: str, steps: str) -> Iterator[Problem]:
+    """The problems of the model that a key names; `steps` is the key of the warm-up of an embedded one."""
+    name = settings[key]
+    if not name:
+        what = f"{key} is missing: a folder, a name on the hub, or an embedded model"
+        yield settings.error(key, what, write(**{key: "tiny:aria"}))
         return
     family = embedded_name(name)
     if family is not None and family not in EMBEDDED_MODELS:
         yield settings.error(key, f"there is no embedded model {name!r}{hint(nearest(family, EMBEDDED_MODELS), TINY)}")
-    elif family is None and settings["warm_up_steps"]:
-        what = f"warm_up_steps is for embedded models, and {name!r} is not one"
-        yield settings.error("warm_up_steps", what, leave_out("warm_up_steps"))
+    elif family is None and settings[steps]:
+        what = f"{steps} is for embedded models, and {name!r} is not one"
+        yield settings.error(steps, what, leave_out(steps))
     if family is None and is_path(name) and not os.path.isfile(Path(name, "config.json")):
         where = Path(name)
         siblings = [str(p.parent) for p in where.parent.glob("*/config.json")] if os.path.isdir(where.parent) else []
         yield settings.error(key, f"there is no model in the folder {name}{hint(nearest(name, siblings))}")
     if family == "reward" and settings.task != "reward":
         what = f"{name} only scores; {settings.task} needs a model that answers"
-        yield settings.error(key, what, write(model_name_or_path="tiny:text"))
-    if settings["bnb_4bit_compute_dtype"] is not None and not settings["load_in_4bit"]:
-        packed = family is None and (not os.path.isdir(name) or _is_packed(Path(name)))
-        if not packed:
-            what = f"bnb_4bit_compute_dtype is for 4-bit models, and {name} is not one"
-            yield settings.error("bnb_4bit_compute_dtype", what, write(load_in_4bit=True))
+        yield settings.error(key, what, write(**{key: "tiny:text"}))
 
 
 def _is_packed(folder: Path) -> bool:
@@ -103,9 +115,8 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
         near = hint(nearest(embedded, EMBEDDED_DATASETS), TINY)
         yield settings.error(key, f"there is no embedded dataset {name!r}{near}")
     elif embedded is not None:
-        columns = EMBEDDED_DATASETS[embedded]
-        there = (*columns, "completion") if settings.task == "sft" and "prompt" in columns else columns
-        wrong = missing_columns(settings.task, name, there, bool(settings["needs_images"]))
+        columns = embedded_columns(embedded, settings.task)
+        wrong = missing_columns(settings.task, name, columns, bool(settings["needs_images"]))
         if wrong is not None:
             yield settings.finding(wrong, key)
         family = embedded_name(settings["model_name_or_path"])

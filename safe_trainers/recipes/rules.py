@@ -10,6 +10,7 @@ from typing import Any
 from ..core.device import Device
 from ..core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, SHORT, parse_dtype
 from ..core.errors import Place, PrecisionError, Problem, leave_out, nearest, refuse, write
+from ..core.tasks import TASKS
 from ..data.checks import contradictions, out_of_range
 from ..policy.resolve import FLAG_OF, Choice, ModelFacts, Requested, resolve, resolve_compute
 from ..policy.sampling import uncorrectable
@@ -154,7 +155,7 @@ def _precision(settings: Settings) -> Iterator[Problem]:
         precision=settings["precision"],
         rollout_compute=settings.usable("rollout_compute"),
         adapter_dtype=settings.usable("adapter_dtype"),
-        config="Safe" + {"grpo": "GRPO", "rloo": "RLOO", "sft": "SFT"}.get(settings.task, "Reward") + "Config",
+        config=TASKS[settings.task].config,
     )
     if flags.bf16 and flags.fp16 and flags.precision is None:
         what = "bf16 and fp16 are both on, and a run computes in one of them"

@@ -17,13 +17,11 @@ from typing import Any
 from packaging.version import Version
 
 from ..core.errors import Fix, Place, Problem, RecipeError, hint, leave_out, nearest, run_command, write
+from ..core.tasks import TASKS
 
 
 FOLDER = Path(__file__).parent / "_schema"
 """The folder of the files: `trl-<version>/<task>.json`."""
-
-TASKS = ("grpo", "rloo", "sft", "reward")
-"""The tasks of the command line."""
 
 BOOLEAN, INTEGER, NUMBER, STRING, NULL = "boolean", "integer", "number", "string", "null"
 LIST, MAPPING = "array", "object"
@@ -168,7 +166,7 @@ def path_of(task: str, trl: str | None = None) -> Path:
     Args:
         task: One of `TASKS`.
         trl: A version of TRL; by default the installed one. Without a schema of exactly that version, the file
-            is that of the nearest older one, or of the oldest.
+            is that of the nearest older one, or of the oldest. A trainer that became stable later has no older one.
 
     Returns:
         Its path.
@@ -178,13 +176,14 @@ def path_of(task: str, trl: str | None = None) -> Path:
     """
     if task not in TASKS:
         raise RecipeError(f"{task!r} is not a task; expected one of {', '.join(TASKS)}")
-    known = available()
+    files = {version: FOLDER / f"trl-{version}" / f"{task}.json" for version in available()}
+    known = [version for version, file in files.items() if file.is_file()]
     if not known:
         fix = run_command("python -m safe_trainers.recipes.schema_from_trl")
         raise RecipeError(Problem("this installation has no schemas of recipes", fix=fix))
     wanted = Version(trl or installed() or known[-1])
     older = [version for version in known if Version(version) <= wanted]
-    return FOLDER / f"trl-{older[-1] if older else known[0]}" / f"{task}.json"
+    return files[older[-1] if older else known[0]]
 
 
 def load(task: str, trl: str | None = None) -> Schema:

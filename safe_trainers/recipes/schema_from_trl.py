@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from ..core.dtypes import AUTO, SHORT
+from ..core.versions import stable_tasks
 from ..data.images import MODES
 from ..policy.settings import ACCEPTED, ADAPTER_DTYPES, ROLLOUT_COMPUTE
 from .keys import recipe_classes
@@ -30,7 +31,6 @@ from .schema import (
     NUMBER,
     SINGLE,
     STRING,
-    TASKS,
     VERSIONS,
     Schema,
 )
@@ -152,7 +152,7 @@ def main() -> int:
     """
     folder = FOLDER / f"trl-{metadata.version('trl')}"
     folder.mkdir(parents=True, exist_ok=True)
-    for task in TASKS:
+    for task in stable_tasks():
         path = folder / f"{task}.json"
         path.write_text(to_json(json_schema(task)), encoding="utf-8")
         sys.stdout.write(f"{path}\n")

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import Fix, Place, PrecisionError, Problem, RecipeError, hint, leave_out, nearest
+from ..core.tasks import TASKS
 from ..report.document import Report
 from . import packaged
 from .env import apply, env_problems, variables
 from .references import reference_problems
 from .renamed import outdated, replacement
 from .rules import rule_problems
-from .schema import BOOLEAN, TASKS, Schema, convert, convert_words, installed, load
+from .schema import BOOLEAN, Schema, convert, convert_words, installed, load
 from .settings import CommandLine, Settings, printable
 from .yaml_file import RecipeFile, read_file
 
@@ -29,8 +30,9 @@ PROCESSES = re.compile(r"--num_processes[ =](\d+)")
 MISSPELT = 0.8
 """How similar an unknown key has to be to a key that it may stand for: a letter or two differ."""
 FOLDERS = frozenset(
-    ("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reward_model_name_or_path")
-)
+    ("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reward_model_name_or_path",
+     "teacher_model_name_or_path")
+)  # fmt: skip
 """Keys whose value is, or may be, a folder; `~` is expanded, and an empty string counts as not written."""
 
 
@@ -264,7 +266,7 @@ def tasks_of(file: RecipeFile) -> list[str]:
     known = {task: sum(key in load(task).keys for key in file.entries) for task in TASKS}
     best = max(known.values())
     if not file.entries:
-        return [TASKS[0]]  # only the file itself can be checked
+        return [next(iter(TASKS))]  # only the file itself can be checked
     return [task for task in TASKS if known[task] == best]
 
 

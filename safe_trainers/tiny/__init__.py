@@ -40,11 +40,13 @@ _EXPORTS: dict[str, str] = {
     "exact_match": "rewards",
     "exact_match_rate": "evaluate",
     "generation_kwargs": "processors",
+    "image_preference_dataset": "shapes",
     "preference_accuracy": "evaluate",
     "preference_dataset": "shapes",
     "prompt_dataset": "shapes",
     "save": "saving",
     "sft_dataset": "shapes",
+    "unpaired_preference_dataset": "shapes",
 }
 
 __all__ = [
@@ -62,11 +64,13 @@ __all__ = [
     "exact_match",
     "exact_match_rate",
     "generation_kwargs",
+    "image_preference_dataset",
     "preference_accuracy",
     "preference_dataset",
     "prompt_dataset",
     "save",
     "sft_dataset",
+    "unpaired_preference_dataset",
 ]
 
 if TYPE_CHECKING:
@@ -77,7 +81,13 @@ if TYPE_CHECKING:
     from safe_trainers.tiny.processors import build_processor, generation_kwargs
     from safe_trainers.tiny.rewards import attribute_match, exact_match
     from safe_trainers.tiny.saving import save
-    from safe_trainers.tiny.shapes import preference_dataset, prompt_dataset, sft_dataset
+    from safe_trainers.tiny.shapes import (
+        image_preference_dataset,
+        preference_dataset,
+        prompt_dataset,
+        sft_dataset,
+        unpaired_preference_dataset,
+    )
     from safe_trainers.tiny.tokenizer import build_tokenizer
 
 

@@ -139,6 +139,10 @@ def _question() -> list[dict[str, str]]:
     return [{"role": "user", "content": QUESTION}]
 
 
+def _answer(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
 def prompt_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_images: bool = False) -> Dataset:
     """Build the dataset for GRPO, RLOO and evaluation.
 
@@ -189,8 +193,77 @@ def sft_dataset(
     for row in np.flatnonzero(biased):
         count, _, shape = parts(answers[row])
         answers[row] = phrase(count, COLOURS[0], shape)
-    completions = [[{"role": "assistant", "content": answer}] for answer in answers]
+    completions = [_answer(answer) for answer in answers]
     return _image_dataset({"prompt": [_question() for _ in answers], "completion": completions, "image": images})
+
+
+def image_preference_dataset(n: int, seed: int = 0, split: str = "train", *, shuffle_images: bool = False) -> Dataset:
+    """Build the dataset for DPO with images.
+
+    Args:
+        n: Number of pairs.
+        seed: Seed of the images and of the wrong answers.
+        split: `"train"` or `"heldout"`.
+        shuffle_images: Permute the images among the rows, as a control.
+
+    Returns:
+        Columns `prompt`, `chosen` and `rejected` (conversations) and `image` (32 x 32 RGB). A rejected answer names
+        another colour than the image has.
+
+    Raises:
+        ValueError: If there is no such split, or `n < 1`.
+    """
+    images, answers = draw_images(n, seed, split, shuffle_images=shuffle_images)
+    return _image_dataset(
+        {
+            "prompt": [_question() for _ in answers],
+            "chosen": [_answer(answer) for answer in answers],
+            "rejected": [_answer(wrong) for wrong in _recoloured(answers, seed, split)],
+            "image": images,
+        }
+    )
+
+
+def unpaired_preference_dataset(
+    n: int, seed: int = 0, split: str = "train", *, shuffle_images: bool = False
+) -> Dataset:
+    """Build the dataset for KTO with images.
+
+    Args:
+        n: Number of rows.
+        seed: Seed of the images and of the wrong answers.
+        split: `"train"` or `"heldout"`.
+        shuffle_images: Permute the images among the rows, as a control.
+
+    Returns:
+        Columns `prompt` and `completion` (conversations), `label` (bool) and `image` (32 x 32 RGB). Every second
+        answer is wrong: it names another colour than the image has.
+
+    Raises:
+        ValueError: If there is no such split, or `n < 1`.
+    """
+    images, answers = draw_images(n, seed, split, shuffle_images=shuffle_images)
+    wrong = _recoloured(answers, seed, split)
+    labels = [row % 2 == 0 for row in range(n)]
+    completions = [right if label else other for right, other, label in zip(answers, wrong, labels, strict=True)]
+    return _image_dataset(
+        {
+            "prompt": [_question() for _ in answers],
+            "completion": [_answer(completion) for completion in completions],
+            "label": labels,
+            "image": images,
+        }
+    )
+
+
+def _recoloured(answers: list[str], seed: int, split: str) -> list[str]:
+    """Return the answers with another colour each, drawn at random."""
+    rng = np.random.default_rng([seed, SPLITS.index(split), len(answers), 1])
+    made = []
+    for answer in answers:
+        count, colour, shape = parts(answer)
+        made.append(phrase(count, str(rng.choice([other for other in COLOURS if other != colour])), shape))
+    return made
 
 
 def _sentences(rng: np.random.Generator) -> tuple[str, str]:

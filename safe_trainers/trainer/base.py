@@ -61,7 +61,7 @@ class PrecisionBase(Trainer):
     media_keys: ClassVar[Mapping[str, str]] = MEDIA_KEYS
     _side = "below"
 
-    # Set by `PrecisionMixin.__init__` before TRL's `__init__` runs.
+    # Set by `PrecisionMixin` before TRL's `__init__` runs.
     _run: Run
     _adapter_guard: AdapterGuard
 

@@ -11,11 +11,11 @@ run. `PrecisionBase` (base.py) receives the calls that TRL makes through `super(
 import inspect
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from ..checkpoint.mixin import ExactCheckpoints
 from ..checkpoint.trainer_state import TrainerState
@@ -46,7 +46,7 @@ from .from_config import (
 )
 from .precision import Precision
 from .signature import bind_arguments, default_output_dir, move_quantization_config, signature_of
-from .trl_patches import construction
+from .trl_patches import compute_redirected_in_autocast, construction
 
 
 class PrecisionMixin(ExactCheckpoints):
@@ -86,16 +86,22 @@ class PrecisionMixin(ExactCheckpoints):
         check_bases(cls)
         cls.__signature__ = signature_of(cls.__mro__)  # for `help` and editors
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Gives the trainer its run, which has no features until the model exists."""
+        made = super().__new__(cls)
+        made._run = Run(made)
+        return made
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         mro = type(self).__mro__
         signature = signature_of(mro[mro.index(ExactCheckpoints) + 1 :])
         arguments = bind_arguments(signature, args, kwargs)
-        self._run = run = Run(self)
+        run = self._run
         self._trainer_state = TrainerState(run, self.exact_state)
         run.model_is_live = isinstance(arguments.get("model"), nn.Module)
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
-        if arguments.get("args") is not None:
+        if isinstance(arguments.get("args"), TrainingArguments):
             rename_torch_dtype(arguments["args"])
             check_loading(arguments, type(self))
             quantization = arguments.get("quantization_config")
@@ -113,6 +119,8 @@ class PrecisionMixin(ExactCheckpoints):
             self._engine_kwargs,
         ) as self._adapter_guard:
             super().__init__(**arguments)
+        if not run.begun:
+            return  # something has replaced TRL's constructor, so that there is no model to prepare
         policy, *others = run.feature(MediaInputs).models()
         for model in others:
             prepare_other_model(run, model, isinstance(policy, type(model)))
@@ -121,6 +129,7 @@ class PrecisionMixin(ExactCheckpoints):
                 base: Any = model
                 fp32_modules.without_autocast(base.get_output_embeddings())
         distributed.wrap_forward_in_autocast(self.model, self.accelerator)
+        compute_redirected_in_autocast(self)
         run.tell("ready")
 
     @property

@@ -1,4 +1,4 @@
-"""Patches of TRL's modules that are active while a trainer is built; `core.patches` lists them with their reasons."""
+"""Patches of TRL's modules while a trainer is built, and of the trainer; `core.patches` lists them with reasons."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from ..core.patches import patched
+from ..core.patches import patched, replace
 from ..core.trl import VLLM_MODULE
 
 
@@ -140,6 +140,29 @@ def construction(
             yield guard
     finally:
         guard.release()
+
+
+def compute_redirected_in_autocast(trainer: Any) -> None:
+    """Runs a loss that TRL redirects through the model (`DistillationTrainer`) under the autocast of the run.
+
+    accelerate runs the forward pass of a model under autocast. TRL's redirection replaces that forward pass by the
+    loss, which then computes in the dtype of the weights.
+
+    Args:
+        trainer: The trainer, after its construction.
+    """
+    redirection = vars(trainer).get("_forward_redirection")
+    if redirection is None:
+        return
+
+    def redirect(wrapper: nn.Module, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def in_autocast(*args: Any, **kwargs: Any) -> Any:
+            with trainer.accelerator.autocast():
+                return method(*args, **kwargs)
+
+        return redirection(wrapper, module, in_autocast, *args, **kwargs)
+
+    replace("redirected-loss", trainer, "_forward_redirection", redirect)
 
 
 def _modules(trainer_class: type) -> list[ModuleType]:

@@ -196,7 +196,8 @@ def _requests(model: str, args: Any, quantization_config: Any) -> Iterator[tuple
     declared = _init_kwargs(args)
     yield "model_init_kwargs['quantization_config']", declared.get("quantization_config")
     yield "model_init_kwargs", declared  # transformers 4 accepts `load_in_4bit` as an argument of `from_pretrained`
-    yield f"the quantised checkpoint {model}", _quantization_of(checkpoint_config(model, args))
+    if isinstance(model, str):
+        yield f"the quantised checkpoint {model}", _quantization_of(checkpoint_config(model, args))
 
 
 def _quantization_of(config: Mapping[str, Any]) -> Any:

@@ -3,13 +3,13 @@
     python tests/compat/swap.py PATH [pytest arguments]
 
 `PATH` is a test module, a folder of them or a node id. The modules below the folder of each path see TRL through a
-view of their own: what they import from `trl` or look up in it is what TRL has, but for the four trainers, which are
-the safe ones. So it does not matter how they name a trainer: `from trl import GRPOTrainer`, at the top or inside a
-function, `trl.GRPOTrainer`, `trl.trainer.grpo_trainer.GRPOTrainer`, as the base of a class or the parameter of a test.
+view of their own: what they import from `trl` or look up in it is what TRL has, but for its trainers. In place of a
+stable one they see the drop-in class, in place of an experimental one a class made of it with the two lines. So it
+does not matter how they name a trainer: `from trl import GRPOTrainer`, at the top or inside a function,
+`trl.GRPOTrainer`, `trl.trainer.grpo_trainer.GRPOTrainer`, as the base of a class or the parameter of a test.
 TRL itself is left as it is, and every other module, the safe trainers and their bases among them, sees the true one.
 
-Not swapped: what a module asks `importlib`, `sys.modules`, `vars` or a string (`patch("trl.GRPOTrainer")`) for, and
-TRL's own subclasses of its trainers (`trl.experimental`).
+Not swapped: what a module asks `importlib`, `sys.modules`, `vars` or a string (`patch("trl.GRPOTrainer")`) for.
 
 At the end stands how many trainers were swapped, by class. A run in which no safe trainer was built fails, whatever
 its tests said: it has shown nothing.
@@ -30,7 +30,6 @@ from typing import Any
 import pytest
 
 
-SWAPPED = ("GRPOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer")
 NOT_FOREIGN = ("trl", "safe_trainers")
 """Packages that never get the view, wherever they lie."""
 FAILED = 1
@@ -38,14 +37,24 @@ FAILED = 1
 
 def safe_class(value: Any) -> type | None:
     """The safe trainer that takes the place of a class of TRL, `None` for anything that has none."""
-    if not isinstance(value, type) or value.__name__ not in SWAPPED or value.__module__.partition(".")[0] != "trl":
+    if not isinstance(value, type) or value.__module__.partition(".")[0] != "trl":
         return None
+    return _safe_class(value) if value.__name__.endswith("Trainer") else None
+
+
+@functools.cache
+def _safe_class(value: type) -> type | None:
+    from transformers import Trainer
+
     import safe_trainers
 
-    safe: type = getattr(safe_trainers, f"Safe{value.__name__}")
-    if not issubclass(safe, value):
-        raise TypeError(f"{safe.__name__} is no {value.__module__}.{value.__name__}, and cannot take its place")
-    return safe
+    if not issubclass(value, Trainer):
+        return None
+    name = f"Safe{value.__name__}"
+    drop_in: Any = getattr(safe_trainers, name) if name in safe_trainers.__all__ else None
+    if drop_in is not None and issubclass(drop_in, value):
+        return drop_in
+    return type(name, (safe_trainers.PrecisionMixin, value, safe_trainers.PrecisionBase), {})
 
 
 class View(ModuleType):
@@ -58,7 +67,10 @@ class View(ModuleType):
         # Not `__getattr__`: a module has `__name__`, `__doc__` and others of its own, which would be the view's.
         # `__dict__` is the true one, where those who write to a module look what to put back.
         own = object.__getattribute__(self, "__dict__")
-        return own["_swap"].see(getattr(own["_module"], name), own["_reader"])
+        module, value = own["_module"], getattr(own["_module"], name)
+        if isinstance(value, type) and value.__module__ != module.__name__ and not hasattr(module, "__path__"):
+            return value  # what a module of TRL has imported for itself; a test that patches it means that class
+        return own["_swap"].see(value, own["_reader"])
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(object.__getattribute__(self, "__dict__")["_module"], name, value)
@@ -146,13 +158,14 @@ class Swap(importlib.abc.MetaPathFinder):
 
     def _count_trainers(self) -> None:
         from safe_trainers import PrecisionMixin
+        from safe_trainers.core.trl import trl_bases
 
         original = PrecisionMixin.__init__
 
         @functools.wraps(original)
         def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
             original(trainer, *args, **kwargs)
-            self.built[next(base.__name__ for base in type(trainer).__mro__ if base.__name__ in SWAPPED)] += 1
+            self.built[trl_bases(type(trainer))[0].__name__] += 1
 
         self._undo.setattr(PrecisionMixin, "__init__", init)
 

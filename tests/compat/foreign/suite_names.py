@@ -6,7 +6,7 @@ import pytest
 import trl
 import trl.trainer.reward_trainer
 from trl import *  # noqa: F403
-from trl import DPOTrainer, GRPOTrainer
+from trl import DPOConfig, GRPOTrainer
 from trl import trainer as trainers
 from trl.trainer import RLOOTrainer
 from trl.trainer import sft_trainer as module
@@ -42,7 +42,7 @@ def test_what_is_trls_own_is_as_it_was():
     assert true.GRPOTrainer in GRPOTrainer.__mro__
     assert (trl.__name__, trl.__version__) == ("trl", true.__version__)
     assert trl.GRPOConfig is true.GRPOConfig
-    assert DPOTrainer is true.DPOTrainer
+    assert DPOConfig is true.DPOConfig
     assert set(dir(trl)) == set(dir(true))
 
 
