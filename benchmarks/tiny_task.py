@@ -36,6 +36,9 @@ RUNS = {
     "GRPO, Aria-like, shuffled images": ("grpo", GRPO, {"shuffle_images": "true"}, SEEDS),
     "RLOO, Aria-like": ("rloo", "recipes/rloo/tiny_vlm_bf16.yaml", {}, SEEDS),
     "SFT, LLaVA-like": ("sft", "recipes/sft/tiny_vlm_bf16.yaml", {}, SEEDS),
+    "DPO, LLaVA-like": ("dpo", "recipes/dpo/tiny_vlm_bf16.yaml", {}, SEEDS),
+    "KTO, LLaVA-like": ("kto", "recipes/kto/tiny_vlm_bf16.yaml", {}, SEEDS),
+    "Distillation, LLaVA-like": ("distillation", "recipes/distillation/tiny_vlm_bf16.yaml", {}, SEEDS),
     "Reward, text": ("reward", "recipes/reward/tiny_text_bf16.yaml", {}, SEEDS),
 }
 
@@ -105,9 +108,9 @@ def page(content: dict) -> str:
             "The task: a 32 x 32 image of one to three equal shapes in one of four colours. Answers have the form",
             '"two red squares". The score is exact match with greedy decoding on images that are not in the training',
             "set; for the reward model it is the share of held-out pairs in the correct order. The table has the",
-            f"score before and after the run, for the seeds {', '.join(map(str, SEEDS))}. In GRPO and RLOO, the",
-            "score before the run is taken after a warm-up on answers of which 60 % name the same colour for every",
-            "image.",
+            f"score before and after the run, for the seeds {', '.join(map(str, SEEDS))}. Except for SFT and the",
+            "reward model, the score before the run is taken after a warm-up on answers of which 60 % name the same",
+            "colour for every image.",
             "",
             "| run | score, before → after, per seed | best constant answer | CPU seconds, slowest |",
             "|---|---|---|---|",
@@ -117,6 +120,9 @@ def page(content: dict) -> str:
             "",
             "With learning rate 0 the score does not change. With shuffled images it falls to chance. The models",
             "therefore learn from the images, through the reward.",
+            "",
+            "Rejected answers of DPO, and wrong answers of KTO, name another colour than the image has. The teacher of",
+            "distillation has the architecture of the student, and is warmed up on right answers.",
             "",
         ]
     )
