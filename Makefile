@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth bench-not-finite bench-sampler evidence docs compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler evidence docs compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,11 +106,15 @@ bench-not-finite: setup ## put NaN and infinity into runs of stock and safe trai
 	@$(BIN)/python benchmarks/not_finite.py
 	@$(BIN)/python tools/build_docs.py
 
+bench-trainers: setup ## train each trainer of TRL, stock and safe: docs/trainers.md (2 minutes)
+	@$(BIN)/python benchmarks/trainers.py
+	@$(BIN)/python tools/build_docs.py
+
 bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by family, kind and precision (40 minutes)
 	@$(VLLM)/bin/python benchmarks/sampler.py
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
-bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth bench-not-finite evidence ## run all benchmarks and write their pages
+bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth bench-trainers bench-not-finite evidence ## run all benchmarks and write their pages
 
 evidence: setup ## write docs/evidence.md and its figures from the committed results
 	@$(BIN)/python tools/build_docs.py

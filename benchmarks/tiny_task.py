@@ -121,8 +121,8 @@ def page(content: dict) -> str:
             "With learning rate 0 the score does not change. With shuffled images it falls to chance. The models",
             "therefore learn from the images, through the reward.",
             "",
-            "Rejected answers of DPO, and wrong answers of KTO, name another colour than the image has. The teacher of",
-            "distillation has the architecture of the student, and is warmed up on right answers.",
+            "Rejected answers of DPO, and wrong answers of KTO, name another colour than the image has. The teacher",
+            "of distillation has the architecture of the student, and is warmed up on right answers.",
             "",
         ]
     )

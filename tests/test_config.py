@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import cells
 import pytest
 import trl
 from transformers import HfArgumentParser
@@ -10,8 +11,6 @@ from safe_trainers import (
     PrecisionArguments,
     PrecisionError,
     SafeGRPOConfig,
-    SafeRewardConfig,
-    SafeRLOOConfig,
     SafeSFTConfig,
 )
 from safe_trainers import (
@@ -20,7 +19,7 @@ from safe_trainers import (
 from safe_trainers.core.device import Device
 
 
-CONFIGS = [SafeGRPOConfig, SafeRLOOConfig, SafeSFTConfig, SafeRewardConfig]
+CONFIGS = list(cells.SAFE_CONFIG.values())
 T4 = Device("cuda", "Tesla T4", (7, 5), unscalable_dtypes=frozenset({"bfloat16", "float16"}))
 A100 = Device("cuda", "A100", (8, 0), unscalable_dtypes=frozenset({"bfloat16", "float16"}))
 

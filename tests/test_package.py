@@ -70,6 +70,27 @@ def test_an_unsupported_version_is_refused_when_the_trainers_are_imported():
     assert out.stdout.startswith("refused: trl 0.12.0 is installed; safe-trainers supports 0.29 <= trl < 2.")
 
 
+@pytest.mark.parametrize(
+    ("name", "trl", "first"),
+    [
+        ("SafeKTOTrainer", "1.7.0", "1.8"),
+        ("SafeKTOConfig", "0.29.1", "1.8"),
+        ("SafeDistillationTrainer", "1.9.2", "1.10"),
+    ],
+)
+def test_a_trainer_that_is_not_stable_yet_is_one_clear_error(name, trl, first):
+    code = (
+        f"import importlib.metadata as m; real = m.version; m.version = lambda n: {trl!r} if n == 'trl' else real(n)\n"
+        "import safe_trainers\n"
+        f"assert {name!r} not in safe_trainers.__all__ and 'SafeDPOTrainer' in safe_trainers.__all__\n"
+        f"try: safe_trainers.{name}\n"
+        "except safe_trainers.UnsupportedVersionError as error: print('refused:', error)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.startswith(f"refused: {name} needs trl>={first}, in which ")
+    assert f'trl {trl} is installed. Run: pip install "trl>={first},<2"' in out.stdout
+
+
 def broken_vllm(folder):
     """A folder for PYTHONPATH with a vLLM whose import fails, as beside another build of torch. vLLM is a stand-in."""
     package, metadata = folder / "vllm", folder / "vllm-0.31.0.dist-info"

@@ -15,6 +15,7 @@ from architecture_page import architecture_page
 from architecture_page import draw as draw_architecture
 from growth_page import growth_page
 from sampler_page import sampler_page
+from trainers_page import trainers_page
 
 from safe_trainers.core.errors import REFUSALS, WARNINGS, Finding
 from safe_trainers.explain.catalogue import own_entries
@@ -275,3 +276,4 @@ if __name__ == "__main__":
     (DOCS / "versions.md").write_text(versions_page.page(), encoding="utf-8")
     (DOCS / "growth.md").write_text(growth_page(), encoding="utf-8")
     (DOCS / "sampler.md").write_text(sampler_page(), encoding="utf-8")
+    (DOCS / "trainers.md").write_text(trainers_page(), encoding="utf-8")

@@ -9,6 +9,7 @@ run. `PrecisionBase` (base.py) receives the calls that TRL makes through `super(
 """
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -115,7 +116,7 @@ class PrecisionMixin(ExactCheckpoints):
         with construction(
             type(self),
             arguments.get("model"),
-            lambda model: fp32_modules.covers_head(model, run.weights.fp32_modules),
+            partial(_head_in_float32, patterns=getattr(arguments.get("args"), "fp32_modules", None) or ()),
             self._engine_kwargs,
         ) as self._adapter_guard:
             super().__init__(**arguments)
@@ -258,6 +259,11 @@ class PrecisionMixin(ExactCheckpoints):
         """Writes TRL's model card; the features may then add to the file."""
         super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         self._run.tell("on_model_card", Path(self.args.output_dir, "README.md"))
+
+
+def _head_in_float32(model: nn.Module, patterns: Sequence[str]) -> bool:
+    """Whether `fp32_modules` covers the head of a model; some trainers fuse the head before `Trainer.__init__`."""
+    return fp32_modules.covers_head(model, fp32_modules.find_modules(model, patterns))
 
 
 class _Events(TrainerCallback):

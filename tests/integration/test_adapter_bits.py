@@ -25,6 +25,7 @@ from safe_trainers.model.inventory import quantization_method
 pytest.importorskip("bitsandbytes")
 
 TASKS = [("grpo", 0.0), ("grpo", 0.1), ("rloo", 0.0), ("rloo", 0.1), ("sft", 0.0), ("reward", 0.0)]
+TASKS += [(task, 0.0) for task in ("dpo", "kto", "distillation") if task in cells.STABLE]
 METHODS = ("fresh", "given", "dora", "save-fp32", "save-fp16", "pissa-config", "pissa-model")
 QUANTIZED = {"4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "8bit": {"load_in_8bit": True}}
 

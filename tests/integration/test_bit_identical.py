@@ -20,9 +20,23 @@ TABLE = [
     for weights, flag in COLUMNS
     for lora in (False, True)
 ] + [Cell(family, "sft", "fp32", "bf16", lora) for family in FAMILIES for lora in (False, True)]
+PAIRS = [
+    pytest.param(Cell(family, task, weights, flag, lora), marks=cells.NEEDS_STABLE[task])
+    for family in ("llava", "text")
+    for task in ("dpo", "kto")
+    for weights, flag in (*COLUMNS, ("fp32", "bf16"))
+    for lora in (False, True)
+]
+DISTILLED = [
+    pytest.param(Cell(family, "distillation", weights, None, lora), marks=cells.NEEDS_STABLE["distillation"])
+    for family in ("llava", "text")
+    for weights in ("bf16", "fp32")
+    for lora in (False, True)
+]
+"""Without autocast, under which stock does not train."""
 
 
-@pytest.mark.parametrize("cell", TABLE, ids=str)
+@pytest.mark.parametrize("cell", [*TABLE, *PAIRS, *DISTILLED], ids=str)
 def test_losses_gradients_and_weights_are_bit_identical_to_stock(cell):
     safe = cells.run(cell, safe=True, steps=3)
     stock = cells.run(cell, safe=False, steps=3)

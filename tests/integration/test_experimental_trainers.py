@@ -3,167 +3,43 @@
 Stock cannot build the asynchronous trainers without CUDA, and `ServerDistillationTrainer` not without a server.
 """
 
-import functools
+import importlib
+import json
 import logging
+import pkgutil
+from pathlib import Path
 
 import cells
 import pytest
-import torch
-import transformers
+import trainer_table as table
 import trl
 from cells import Cell
-from datasets import Dataset
 from packaging.version import Version
+from trainer_table import MADE, NAMES, ROWS, STABLE, alternating, arguments, losses, settings, train
+from trl import experimental
 
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, tiny
 
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
     Version(trl.__version__) < Version("1.16"), reason="older releases have other experimental trainers"
 )
-QUESTION, ANSWER, OTHER = "what is it ?", "two red circles", "one blue circle"
-ROWS = 8
-
-
-def settings(**changes):
-    made = cells.settings(Cell("text", "sft", "fp32", None))
-    made.pop("max_length")
-    return {**made, **changes}
-
-
-def rows(**columns):
-    return Dataset.from_dict({name: [value] * ROWS for name, value in columns.items()})
-
-
-def prompts():
-    return cells.dataset("grpo", "text").select_columns(["prompt"])
-
-
-def messages():
-    return rows(messages=[{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}])
-
-
-def pairs():
-    return rows(prompt=QUESTION, chosen=ANSWER, rejected=OTHER)
-
-
-def alternating(completions, **kwargs):
-    return [float(number % 2) for number, _ in enumerate(completions)]
-
-
-def text(**changes):
-    return {"model": tiny.build_model("text"), "processing_class": tiny.build_processor("text"), **changes}
-
-
-def named(**changes):
-    return text(model=str(cells.folder("text")), **changes)
-
-
-def teacher():
-    return tiny.build_model("text", seed=1)
-
-
-MADE = {
-    "a2po.A2PO": lambda m: text(
-        reward_funcs=alternating,
-        args=m.A2POConfig(**settings(max_completion_length=4, num_value_samples=2, filter_all_incorrect=False)),
-        train_dataset=prompts(),
-    ),
-    "bema_for_ref_model.DPO": lambda m: text(
-        ref_model=teacher(), args=trl.DPOConfig(**settings()), train_dataset=pairs()
-    ),
-    "cpo.CPO": lambda m: text(args=m.CPOConfig(**settings()), train_dataset=pairs()),
-    "distillation.Distillation": lambda m: text(
-        teacher_model=teacher(),
-        args=m.DistillationConfig(**settings(max_completion_length=4)),
-        train_dataset=prompts(),
-    ),
-    "gkd.GKD": lambda m: text(
-        teacher_model=teacher(),
-        args=m.GKDConfig(**settings(max_new_tokens=4, lmbda=1.0)),
-        train_dataset=messages(),
-    ),
-    "gmpo.GMPO": lambda m: text(
-        reward_funcs=cells.token_reward,
-        args=m.GMPOConfig(**settings(num_generations=2, max_completion_length=4)),
-        train_dataset=prompts(),
-    ),
-    "gold.GOLD": lambda m: text(
-        teacher_model=teacher(),
-        args=m.GOLDConfig(**settings(max_completion_length=4, lmbda=1.0, max_length=64)),
-        train_dataset=messages(),
-    ),
-    "iw_opd.IWOPD": lambda m: named(
-        teacher_model=str(cells.folder("text")),
-        args=m.IWOPDConfig(**settings(max_completion_length=4, lmbda=1.0, max_length=64)),
-        train_dataset=messages(),
-    ),
-    "kto.KTO": lambda m: text(
-        ref_model=teacher(),
-        args=m.KTOConfig(**settings()),
-        train_dataset=Dataset.from_dict(
-            {"prompt": [QUESTION] * ROWS, "completion": [ANSWER] * ROWS, "label": [True, False] * (ROWS // 2)}
-        ),
-    ),
-    "online_dpo.OnlineDPO": lambda m: text(
-        ref_model=teacher(),
-        reward_funcs=cells.token_reward,
-        args=m.OnlineDPOConfig(**settings(max_new_tokens=4, max_length=64)),
-        train_dataset=prompts(),
-    ),
-    "orpo.ORPO": lambda m: text(args=m.ORPOConfig(**settings()), train_dataset=pairs()),
-    "sdft.SDFT": lambda m: named(
-        args=m.SDFTConfig(**settings(num_generations=1, max_completion_length=4)),
-        train_dataset=rows(prompt=QUESTION, privileged_context=ANSWER),
-    ),
-    "sdpo.SDPO": lambda m: named(
-        reward_funcs=alternating,
-        args=m.SDPOConfig(**settings(num_generations=2, max_completion_length=4)),
-        train_dataset=prompts(),
-    ),
-    "tpo.TPO": lambda m: text(
-        args=m.TPOConfig(**settings()),
-        train_dataset=rows(prompt=QUESTION, chosen=ANSWER, rejected=OTHER, reference=OTHER),
-    ),
-}
-"""Arguments of each trainer, from its module."""
 
 
 def classes(name):
-    """TRL's module and class, and the class between ours; skips a test whose trainer this TRL does not have."""
-    folder, _, algorithm = name.partition(".")
-    module = pytest.importorskip(f"trl.experimental.{folder}")
-    stock = getattr(module, f"{algorithm}Trainer")
-    return module, stock, type(f"Safe{algorithm}Trainer", (PrecisionMixin, stock, PrecisionBase), {})
-
-
-def train(trainer_class, arguments):
-    cells.reset_autocast()
-    torch.manual_seed(0)
-    trainer = trainer_class(**arguments)
-    trainer.train()
-    return trainer
-
-
-def losses(trainer):
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    """TRL's module and class, and ours; skips a test whose trainer this TRL does not have."""
+    pytest.importorskip(f"trl.experimental.{name.partition('.')[0]}")
+    return table.classes(name)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL, about trainers that became stable
 @pytest.mark.parametrize("name", MADE)
-def test_what_stock_trains_the_safe_one_trains(name, monkeypatch):
-    module, stock, safe = classes(name)
-    expected = losses(train(stock, MADE[name](module)))
+def test_what_stock_trains_the_safe_one_trains(name):
+    stock = classes(name)[1]
+    expected = losses(train(stock, arguments(name)))
     assert len(expected) == 2
-    generate, calls = transformers.GenerationMixin.generate, []
-
-    @functools.wraps(generate)
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return generate(*args, **kwargs)
-
-    monkeypatch.setattr(transformers.GenerationMixin, "generate", counted)
-    trainer = train(safe, MADE[name](module))
+    calls, trainer = table.generates(name)
     assert losses(trainer) == expected
     contract = trainer.precision.coverage
     assert contract.broken() == []
@@ -174,11 +50,35 @@ def test_what_stock_trains_the_safe_one_trains(name, monkeypatch):
         assert contract["rollout"].state == "not applicable"
 
 
+QUICK = [*STABLE, "cpo.CPO", "gmpo.GMPO", "gold.GOLD"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in NAMES]
+)
+def test_the_table_of_trainers_is_what_is_measured(name):
+    committed = json.loads((ROOT / "benchmarks" / "results" / "trainers.json").read_text())["rows"]
+    assert table.measure(name) == next(row for row in committed if row["name"] == name), "run: make bench-trainers"
+
+
+def test_the_table_has_every_trainer_of_trl():
+    found = set()
+    for folder in pkgutil.iter_modules(experimental.__path__):
+        if folder.ispkg:
+            module = importlib.import_module(f"trl.experimental.{folder.name}")
+            names = [name for name in dir(module) if name.endswith("Trainer") and name[0] != "_"]
+            found |= {f"{folder.name}.{name.removesuffix('Trainer')}" for name in names}
+    assert set(NAMES) - set(STABLE) == found
+    stable = {name.removesuffix("Trainer") for name in dir(trl) if name.endswith("Trainer")}
+    assert {name.removeprefix("trainer.") for name in STABLE} == stable
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0], ids=["off policy", "on policy"])
 def test_images_that_a_trainer_prepares_itself_are_not_covered(share):
     module, stock, safe = classes("gold.GOLD")
 
-    def arguments():
+    def made():
         return {
             "model": tiny.build_model("llava"),
             "processing_class": tiny.build_processor("llava"),
@@ -187,8 +87,8 @@ def test_images_that_a_trainer_prepares_itself_are_not_covered(share):
             "train_dataset": tiny.sft_dataset(ROWS, seed=0),
         }
 
-    expected = losses(train(stock, arguments()))
-    trainer = train(safe, arguments())
+    expected = losses(train(stock, made()))
+    trainer = train(safe, made())
     contract = trainer.precision.coverage
     assert losses(trainer) == expected
     assert (contract["media"].state, contract.fired["inputs"]) == ("not covered", 0)
@@ -196,15 +96,15 @@ def test_images_that_a_trainer_prepares_itself_are_not_covered(share):
 
 
 def test_the_total_of_all_rewards_is_counted_where_trl_keeps_no_names(caplog):
-    module, _, safe = classes("a2po.A2PO")
+    _, _, safe = classes("a2po.A2PO")
 
     def none_of_the_first(completions, **kwargs):
         return [float("nan"), *alternating(completions)[1:]]
 
-    arguments = MADE["a2po.A2PO"](module)
+    made = arguments("a2po.A2PO")
     with caplog.at_level(logging.WARNING, "safe_trainers"):
         cells.reset_autocast()
-        trainer = safe(**{**arguments, "reward_funcs": [none_of_the_first, alternating]})
+        trainer = safe(**{**made, "reward_funcs": [none_of_the_first, alternating]})
         with pytest.raises(PrecisionError, match="no-step-taken"):  # the loss is NaN
             trainer.train()
     first = trainer.state.log_history[0]["precision/unrewarded_frac"]
@@ -214,13 +114,13 @@ def test_the_total_of_all_rewards_is_counted_where_trl_keeps_no_names(caplog):
 
 
 def test_an_infinite_reward_is_refused_where_trl_keeps_no_names():
-    module, _, safe = classes("a2po.A2PO")
+    _, _, safe = classes("a2po.A2PO")
 
     def endless(completions, **kwargs):
         return [float("inf")] * len(completions)
 
     with pytest.raises(PrecisionError, match="rewards of the reward functions are infinite"):
-        train(safe, {**MADE["a2po.A2PO"](module), "reward_funcs": endless})
+        train(safe, {**arguments("a2po.A2PO"), "reward_funcs": endless})
 
 
 def test_one_reward_model_that_is_no_list():
@@ -241,11 +141,11 @@ def test_one_reward_model_that_is_no_list():
     class SafeOneRewardModel(PrecisionMixin, OneRewardModel, PrecisionBase):
         pass
 
-    def arguments():
+    def made():
         return cells.arguments(Cell("text", "grpo", "fp32", None), trl.GRPOConfig)
 
-    expected = losses(train(OneRewardModel, arguments()))
-    trainer = train(SafeOneRewardModel, arguments())
+    expected = losses(train(OneRewardModel, made()))
+    trainer = train(SafeOneRewardModel, made())
     assert losses(trainer) == expected
     assert "reward model 1" in str(trainer.precision.report)
 
@@ -265,12 +165,12 @@ def test_a_batch_with_other_names_is_not_measured(caplog):
     class SafeOtherNames(PrecisionMixin, OtherNames, PrecisionBase):
         pass
 
-    def arguments():
+    def made():
         return cells.arguments(Cell("text", "grpo", "fp32", None), trl.GRPOConfig, num_iterations=2)
 
-    expected = losses(train(OtherNames, arguments()))
+    expected = losses(train(OtherNames, made()))
     with caplog.at_level(logging.WARNING, "safe_trainers"):
-        trainer = train(SafeOtherNames, arguments())
+        trainer = train(SafeOtherNames, made())
     assert losses(trainer) == expected
     assert len([r for r in caplog.records if "do not have completion_ids and completion_mask" in r.message]) == 1
 
@@ -290,11 +190,11 @@ def test_a_loss_is_divided_by_the_tokens_of_the_whole_step(monkeypatch):
 
     def counts(trainer_class):
         seen.clear()
-        arguments = MADE["distillation.Distillation"](module)
-        arguments["args"] = module.DistillationConfig(
+        made = arguments("distillation.Distillation")
+        made["args"] = module.DistillationConfig(
             **settings(max_completion_length=4, gradient_accumulation_steps=2, max_steps=1)
         )
-        train(trainer_class, arguments)
+        train(trainer_class, made)
         return list(seen)
 
     expected = counts(stock)

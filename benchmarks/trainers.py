@@ -1,0 +1,34 @@
+"""Trains each trainer of TRL for two steps, and writes what is covered: `make bench-trainers`, `docs/trainers.md`."""
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "trainers.json"
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+def main() -> None:
+    """Measures every row."""
+    import trainer_table
+
+    rows = []
+    for name in trainer_table.NAMES:
+        rows.append(trainer_table.measure(name))
+        print(rows[-1], flush=True)
+    packages = ("torch", "trl", "transformers", "peft")
+    content = {
+        "versions": ", ".join(f"{package} {version(package)}" for package in packages),
+        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU",
+        "rows": rows,
+    }
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
