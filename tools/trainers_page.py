@@ -36,6 +36,8 @@ def trainers_page() -> str:
         "Each trainer of TRL, and what is covered by the class that this package has or that two lines make:",
         "",
         "```python",
+        "from dataclasses import dataclass",
+        "",
         "from safe_trainers import PrecisionArguments, PrecisionBase, PrecisionMixin",
         "from trl.experimental.cpo import CPOConfig, CPOTrainer",
         "",

@@ -19,6 +19,7 @@ Points = list[tuple[float, float]]
 LEARNED = {
     "reward": "reward",
     "rewards/exact_match/mean": "exact match",
+    "rewards/accuracies": "preference accuracy",
     "mean_token_accuracy": "token accuracy",
     "accuracy": "accuracy",
     "eval_accuracy": "accuracy, held out",

@@ -7,7 +7,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 
-WATCHED = {"reward": "reward", "loss": "loss", "mean_token_accuracy": "token accuracy", "accuracy": "accuracy"}
+WATCHED = {
+    "reward": "reward",
+    "loss": "loss",
+    "rewards/accuracies": "preference accuracy",
+    "mean_token_accuracy": "token accuracy",
+    "accuracy": "accuracy",
+}
 """Log keys that are shown, and their labels."""
 
 

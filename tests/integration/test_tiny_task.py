@@ -33,7 +33,8 @@ def test_the_committed_measurements_show_what_is_promised():
     assert all(r["after"] == r["before"] for r in runs["GRPO, Aria-like, learning rate 0"])
     # Chance is one answer in 24; a model that learned to look would be far above it.
     assert all(r["after"] < 0.1 for r in runs["GRPO, Aria-like, shuffled images"])
-    assert all(r["after"] > 0.9 for name in ("SFT, LLaVA-like", "Reward, text") for r in runs[name])
+    learned = ("SFT, LLaVA-like", "DPO, LLaVA-like", "KTO, LLaVA-like", "Distillation, LLaVA-like", "Reward, text")
+    assert all(r["after"] > 0.9 for name in learned for r in runs[name])
     assert all(r["after"] - r["before"] >= 0.35 for r in runs["RLOO, Aria-like"])
 
 
@@ -64,6 +65,9 @@ def test_no_constant_answer_does_well():
         ("GRPO, Aria-like, shuffled images", lambda r: r["after"] < 0.1),
         ("RLOO, Aria-like", lambda r: r["after"] - r["before"] >= 0.35),
         ("SFT, LLaVA-like", lambda r: r["after"] > 0.9),
+        ("DPO, LLaVA-like", lambda r: r["after"] > 0.9),
+        ("KTO, LLaVA-like", lambda r: r["after"] > 0.9),
+        ("Distillation, LLaVA-like", lambda r: r["after"] > 0.9),
         ("Reward, text", lambda r: r["after"] > 0.9),
     ],
 )
