@@ -82,7 +82,7 @@ def sliced(table: list[Cell], *axes: str) -> list[Any]:
 @functools.cache
 def folder(family: str, seed: int = 0) -> Path:
     """A saved fp32 model of the family; TRL rebuilds reference models from the folder."""
-    return tiny.save(family, Path(_root().name) / f"{family}-{seed}", seed=seed)
+    return tiny.save(family, Path(_root().name) / (f"{family}-{seed}" if seed else family), seed=seed)
 
 
 @functools.cache

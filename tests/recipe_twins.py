@@ -13,7 +13,7 @@ from rich.console import Console
 
 import safe_trainers
 from safe_trainers.cli.run_recipe import run_recipe
-from safe_trainers.recipes.keys import TASKS
+from safe_trainers.core.tasks import TASKS
 from safe_trainers.recipes.load import read_recipe
 from safe_trainers.testing import fp16_on_cpu
 

@@ -16,9 +16,10 @@ from safe_trainers import PrecisionError, RecipeError, SafeSFTTrainer, tiny
 from safe_trainers.cli import main as program
 from safe_trainers.cli.main import COMMANDS, build_parser, main
 from safe_trainers.cli.run_recipe import run_recipe
+from safe_trainers.core.tasks import TASKS
+from safe_trainers.core.versions import stable_tasks
 from safe_trainers.recipes import rules
 from safe_trainers.recipes import validate as validation
-from safe_trainers.recipes.keys import TASKS
 from safe_trainers.recipes.load import check_columns, load_rewards, read_recipe
 from safe_trainers.recipes.packaged import find
 from safe_trainers.recipes.yaml_file import read_file
@@ -55,6 +56,8 @@ def recipe(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(ROOT / "recipes").as_posix())
 def test_every_recipe_parses_strictly_and_has_a_header(path):
     task = path.parent.name
+    if task not in stable_tasks():
+        pytest.skip(f"this TRL has no stable trainer of {task}")
     read = read_recipe(task, ["--config", str(path), "--use_cpu", "true"])  # bf16 is refused without a GPU that has it
     assert read.task == task
     command = f"safe-trainers {task} --config recipes/{path.relative_to(ROOT / 'recipes')}"
