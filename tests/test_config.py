@@ -76,7 +76,7 @@ def test_precision_and_flags(settings, bf16, fp16, tmp_path):
         ({"precision": "bf16", "fp16": True}, "drop `fp16=True`, or drop `precision='bf16'`"),
         ({"precision": "bf16", "bf16": False}, "drop `bf16=False`, or drop `precision='bf16'`"),
         ({"precision": "auto", "bf16": True}, "drop `bf16=True`, or drop `precision='auto'`"),
-        ({"precision": "half"}, "precision='float32'"),
+        ({"precision": "float"}, "precision='float32'"),
     ],
 )
 def test_contradictions_are_refused_with_the_line_to_drop(settings, fix, tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.device import Device
 from ..core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, SHORT, parse_dtype
-from ..core.errors import Place, PrecisionError, Problem, leave_out, nearest, refuse, write
+from ..core.errors import Place, PrecisionError, Problem, leave_out, nearest, refuse, warn, write
 from ..core.tasks import TASKS
 from ..data.checks import contradictions, out_of_range
 from ..policy.resolve import FLAG_OF, Choice, ModelFacts, Requested, resolve, resolve_compute
@@ -124,9 +124,31 @@ def _declared_compute(settings: Settings) -> Choice[str] | None:
         return None
 
 
+def _load_dtype(settings: Settings) -> Any:
+    """The dtype in `model_init_kwargs`, also by its older name."""
+    declared = settings.usable("model_init_kwargs") or {}
+    return declared.get("dtype") or declared.get("torch_dtype")
+
+
+def _older_name(settings: Settings) -> Iterator[Problem]:
+    """`torch_dtype` in `model_init_kwargs`, which TRL does not read."""
+    declared: Any = settings["model_init_kwargs"] or {}
+    older, dtype = declared.get("torch_dtype"), declared.get("dtype")
+    if older is None:
+        return
+    given = f"model_init_kwargs with torch_dtype {older}"
+    kept = {key: value for key, value in declared.items() if key != "torch_dtype"}
+    fix = write(model_init_kwargs={**kept, "dtype": dtype or older})
+    if dtype is not None and str(dtype) != str(older):
+        problem = refuse("two-load-dtypes", f"{given} and dtype {dtype}", dtype=dtype)
+    else:
+        problem = warn("torch-dtype-renamed", given, dtype=older)
+    yield settings.finding(replace(problem, fix=fix), "model_init_kwargs")
+
+
 def _dtypes(settings: Settings) -> Iterator[Problem]:
     """Dtypes that do not exist, or that their key does not accept."""
-    inner = (settings.usable("model_init_kwargs") or {}).get("dtype")
+    inner = _load_dtype(settings)
     asked = {
         "precision": settings["precision"],
         "adapter_dtype": settings.usable("adapter_dtype"),
@@ -168,7 +190,7 @@ def _precision(settings: Settings) -> Iterator[Problem]:
         return
     if _declared_compute(settings) is None and not on_cpu:
         return  # the device decides: nothing follows from the recipe
-    asked = (settings.usable("model_init_kwargs") or {}).get("dtype") or settings.usable("dtype")
+    asked = _load_dtype(settings) or settings.usable("dtype")
     four_bit, eight_bit = settings.usable("load_in_4bit"), settings.usable("load_in_8bit")
     model = ModelFacts(
         weights=frozenset({AUTO if asked is None else parse_dtype(str(asked))}) - {AUTO},
@@ -329,6 +351,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterator[Problem]]], ..
     ),
     (("num_generations", "num_generations_eval", "per_device_eval_batch_size", "eval_strategy"), _evaluation_batch),
     (PRECISION, _precision),
+    (("model_init_kwargs",), _older_name),
     (("bf16", "fp16", "precision", "bnb_4bit_compute_dtype", "load_in_4bit"), _compute_of_4bit),
     (PRECISION, _launch_precision),
     (("load_in_4bit", "load_in_8bit", "use_peft", *FOUR_BIT), _quantisation),

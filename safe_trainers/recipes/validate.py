@@ -28,7 +28,7 @@ from .yaml_file import RecipeFile, read_file
 LAUNCHER = re.compile(r"--accelerate_config[ =](\S+)")
 PROCESSES = re.compile(r"--num_processes[ =](\d+)")
 MISSPELT = 0.8
-"""How similar an unknown key has to be to a key that it may stand for: a letter or two differ."""
+"""The similarity from which an unknown key is taken for a misspelt one; a letter or two differ then."""
 FOLDERS = frozenset(
     ("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "reward_model_name_or_path",
      "teacher_model_name_or_path")

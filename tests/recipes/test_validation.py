@@ -404,6 +404,27 @@ def test_keys_that_are_off_and_keys_of_other_projects(line, expected):
     assert expected in problem.line()
 
 
+@pytest.mark.parametrize(
+    ("precision", "kwargs", "expected"),
+    [
+        ("bf16", "{torch_dtype: bfloat16}", ["torch-dtype-renamed"]),
+        ("fp16", "{torch_dtype: bfloat16}", ["half-weights-under-other-precision", "torch-dtype-renamed"]),
+        ("bf16", "{torch_dtype: float16, dtype: bfloat16}", ["two-load-dtypes"]),
+        ("bf16", "{torch_dtype: bflaot16}", ["unknown-dtype", "torch-dtype-renamed"]),
+        ("half", "{dtype: float16}", []),
+    ],
+)
+def test_the_older_name_of_the_load_dtype_is_read(precision, kwargs, expected):
+    Path("recipe.yaml").write_text(
+        f"model_name_or_path: tiny:llava\ndataset_name: tiny:shapes\nprecision: {precision}\nmodel_init_kwargs: {kwargs}\n"
+    )
+    found = validate("recipe.yaml", task="sft")
+    assert sorted(str(problem.id) for problem in found.problems) == sorted(expected)
+    if "torch-dtype-renamed" in expected:
+        (renamed,) = [problem for problem in found.problems if problem.id == "torch-dtype-renamed"]
+        assert renamed.fix.as_yaml().startswith("model_init_kwargs: {dtype: bf")
+
+
 @pytest.mark.parametrize("key", ["maximal_samples", "picture_mode_of", "fsdp_configuration_of", "colour"])
 def test_no_key_is_suggested_that_is_not_near(key):
     Path("recipe.yaml").write_text("\n".join([*LINES["sft"], f"{key}: 1"]))
