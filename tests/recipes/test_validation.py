@@ -415,9 +415,8 @@ def test_keys_that_are_off_and_keys_of_other_projects(line, expected):
     ],
 )
 def test_the_older_name_of_the_load_dtype_is_read(precision, kwargs, expected):
-    Path("recipe.yaml").write_text(
-        f"model_name_or_path: tiny:llava\ndataset_name: tiny:shapes\nprecision: {precision}\nmodel_init_kwargs: {kwargs}\n"
-    )
+    lines = ["model_name_or_path: tiny:llava", "dataset_name: tiny:shapes", f"precision: {precision}"]
+    Path("recipe.yaml").write_text("\n".join([*lines, f"model_init_kwargs: {kwargs}\n"]))
     found = validate("recipe.yaml", task="sft")
     assert sorted(str(problem.id) for problem in found.problems) == sorted(expected)
     if "torch-dtype-renamed" in expected:
