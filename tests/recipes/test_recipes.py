@@ -386,7 +386,7 @@ def test_a_run_reads_its_recipe_once_and_validates_it_once(recipe, monkeypatch):
     assert calls["resolve"] == 4
 
 
-@pytest.mark.parametrize("task", ["grpo", "rloo", "sft", "reward"])
+@pytest.mark.parametrize("task", stable_tasks())
 def test_a_run_writes_checkpoint_log_and_plot(task, recipe, capsys, tmp_path):
     changes = {
         "max_steps": 2,
@@ -397,8 +397,10 @@ def test_a_run_writes_checkpoint_log_and_plot(task, recipe, capsys, tmp_path):
         "output_dir": "out",
         "progress": False,
     }
-    if task in ("sft", "reward"):
+    if task not in ("grpo", "rloo"):
         changes |= {"reward_funcs": ..., "num_generations": ...}
+    if task == "distillation":
+        changes |= {"teacher_model_name_or_path": "tiny:llava", "teacher_warm_up_steps": 1, "max_completion_length": 4}
     if task == "reward":
         changes |= {"dataset_name": "tiny:preferences", "model_name_or_path": "tiny:reward", "needs_images": False}
     else:
@@ -414,6 +416,22 @@ def test_a_run_writes_checkpoint_log_and_plot(task, recipe, capsys, tmp_path):
     assert (tmp_path / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.skipif("distillation" not in stable_tasks(), reason="this TRL has no stable trainer of distillation")
+def test_a_teacher_is_checked_as_the_model_is(recipe):
+    changes = {"reward_funcs": ..., "num_generations": ...}
+    for teacher, text in {
+        ...: "teacher_model_name_or_path is missing",
+        "tiny:llva": "there is no embedded model 'tiny:llva'; did you mean 'tiny:llava'?",
+        "./teachers/one": "there is no model in the folder ./teachers/one",
+        "tiny:reward": "tiny:reward only scores; distillation needs a model that answers",
+    }.items():
+        with pytest.raises(RecipeError) as caught:
+            read_recipe("distillation", recipe(**changes, teacher_model_name_or_path=teacher))
+        assert text in str(caught.value)
+    with pytest.raises(RecipeError, match="'teacher_warm_up_steps' is a key of distillation, not of sft"):
+        read_recipe("sft", recipe(**changes, teacher_warm_up_steps=1))
 
 
 @pytest.mark.parametrize("task", ["sft", "reward"])
