@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .shrink import IMAGE_SIZE, PATCH_SIZE, parts
+from .shrink import FIRST_MEDIA_ID, IMAGE_SIZE, PATCH_SIZE, parts
 
 
 Inputs = dict[str, Any]
 WORDS = 6
 FRAMES = 64
 """Frames of a sound, and the multiple of them that is tried if an encoder needs a fixed number."""
-_COUNTS = re.compile(r"tokens:? (\d+).*features:? (\d+)", re.IGNORECASE | re.DOTALL)
+_COUNTS = re.compile(r"tokens:? \d+.*features:? (\d+)|value tensor of shape \[(\d+)", re.IGNORECASE | re.DOTALL)
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -70,14 +70,31 @@ def image_forms(model: PreTrainedModel, batch: int) -> Iterator[Inputs]:
     channels = next((c for c in (value_of(vision, "in_channels", "num_channels", "in_chans"),) if isinstance(c, int)), 3)
     side = size // patch
     times = value_of(vision, "temporal_patch_size", default=1)
-    key = next((k for k in ("pixel_values", "image_pixel_values", "flattened_patches", "pixel_values_images") if k in names), None)
+    key = next((k for k in ("pixel_values", "image_pixel_values", "flattened_patches") if k in names), None)
     if key is None:
         return
     flat = channels * patch * patch
+    if key == "flattened_patches":  # each patch begins with its row and column
+        yield {key: torch.cat([torch.ones(batch, side**2, 2), noise(batch, side**2, flat)], -1)}
+        return
+    if "image_token_pooling" in names:  # tokens are means of patches, whose indexes are passed
+        groups = torch.arange(batch * side**2).reshape(-1, 4)
+        grids = torch.tensor([[side // 2, side // 2, 0, 0]] * batch)
+        yield {
+            key: noise(batch, side**2, flat),
+            "image_token_pooling": groups,
+            "image_grids": grids,
+            "image_num_crops": torch.ones(batch, dtype=torch.long),
+        }
+        return
     pixels = [noise(batch, 3, size, size), noise(batch, 1, 3, size, size), noise(batch, 2, 3, size, size)]
     pixels.append(noise(batch, 1, value_of(vision, "max_num_tiles", default=1), 3, size, size))
     grid = torch.tensor([[1, side, side]] * batch)
     patches = [noise(batch * side**2, flat * n) for n in dict.fromkeys((times, 1, 2))]
+    merged = value_of(vision, "pooling_kernel_size", default=1)
+    wide = [noise(batch, (side // merged) ** 2, flat * merged**2)] if isinstance(merged, int) else []
+    block = value_of(vision, "spatial_merge_size", default=1) * patch
+    patches += [noise(batch * side**2, block, block, channels)]
     patches += [noise(batch * side**2, channels, patch, patch), noise(batch * side**2, channels, times, patch, patch)]
     rows = [noise(batch, side**2, flat), noise(batch, 1, side**2, flat)]
     where = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij"), -1).reshape(1, -1, 2)
@@ -88,7 +105,6 @@ def image_forms(model: PreTrainedModel, batch: int) -> Iterator[Inputs]:
         "spatial_shapes": [shape],
         "target_sizes": [shape],
         "image_sizes": [torch.tensor([[size, size]] * batch)],
-        "image_position_ids": [where.repeat(batch, 1, 1)],
         "image_merge_sizes": [torch.ones(batch, dtype=torch.long), torch.full((batch,), 2)],
         "pixel_mask": [torch.ones(batch, size, size, dtype=torch.bool)],
         "aspect_ratio_ids": [torch.ones(batch, 1, dtype=torch.long)],
@@ -106,11 +122,20 @@ def image_forms(model: PreTrainedModel, batch: int) -> Iterator[Inputs]:
     }
     more = {name: known[name][0] for name in known if name in names and known[name]}
     gridded = {"image_grid_thw", "image_grid_hw", "spatial_shapes", "image_position_ids", "target_sizes"} & set(names)
+    rows += wide
     forms = [*patches, *rows, *pixels] if gridded else [*pixels, *rows, *patches]
     for form in forms:
         mask = masks.get(form.ndim)
+        if "image_position_ids" in names:
+            at = where if form.ndim != 3 or form.shape[1] == side**2 else where[:, : form.shape[1]]
+            more["image_position_ids"] = at.repeat(batch, 1, 1)
         if "pixel_attention_mask" in names and mask is not None:
             yield {key: form, **more, "pixel_attention_mask": mask}
+            if form.ndim == 5:
+                yield {key: form, **more, "pixel_attention_mask": torch.ones(form.shape[:2], dtype=torch.bool)}
+        if key == "image_pixel_values" and form.ndim == 5 and form.shape[1] == 2:
+            tiles = torch.ones(batch, 2, side, side, dtype=torch.long)
+            yield {key: form, **more, "image_attention_mask": tiles}
         yield {key: form, **more}
         if more.keys() - gridded:
             yield {key: form, **{name: more[name] for name in gridded}}
@@ -122,9 +147,9 @@ def sound_forms(model: PreTrainedModel, batch: int) -> Iterator[Inputs]:
     key = next((k for k in ("input_features", "audio_input_features", "input_values") if k in names), None)
     if key is None:
         return
-    bins = value_of(config, "num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim", "feature_size", "input_size", default=80)
+    bins = value_of(config, "input_size", "num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim", "feature_size", default=80)
     longest = value_of(config, "max_source_positions", default=FRAMES)
-    for frames in dict.fromkeys((FRAMES, 2 * longest, 200, 400)):
+    for frames in dict.fromkeys((FRAMES, 2 * longest, 200, 400, 8 * (WORDS + 1))):
         forms = [noise(batch, bins, frames), noise(batch, frames, bins), noise(batch, 1, frames * 100), noise(batch, frames * 100)]
         for form in forms:
             length = frames * 100 if form.shape[-1] == frames * 100 else frames
@@ -147,6 +172,8 @@ def media_tokens(config: PreTrainedConfig, kind: str) -> tuple[list[int], int | 
     after = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
     if kind != "image":
         before = after = ()
+    if kind == "image":
+        names += ("video_token_id", "video_token_index")
     found = [value_of(config, *group) if group else None for group in (before, names, after)]
     start, token, end = found
     return ([start] if isinstance(start, int) else []), token, ([end] if isinstance(end, int) else [])
@@ -155,6 +182,8 @@ def media_tokens(config: PreTrainedConfig, kind: str) -> tuple[list[int], int | 
 def feature_count(model: PreTrainedModel, kind: str, media: Inputs) -> int | None:
     """Returns the number of features of all images or sounds; `None` if the model has no method that returns them."""
     method = f"get_{'image' if kind == 'image' else 'audio'}_features"
+    if kind == "image" and not hasattr(model, method) and hasattr(model, "get_video_features"):
+        method = "get_video_features"  # a model of videos, whose frames are images
     owners = [m for m in (getattr(model, "model", None), model) if hasattr(m, method)]
     if not owners:
         return None
@@ -175,6 +204,8 @@ def with_text(model: PreTrainedModel, kind: str, media: Inputs, count: int, batc
     """Adds token ids with `count` feature tokens in each row, and what depends on them."""
     config, names = model.config, forward_names(model)
     before, token, after = media_tokens(config, kind)
+    if "image_embeds_position_mask" in names:
+        before, token, after = [], 4, []  # a mask marks the features
     marked = [*before, *[token] * count, *after] if token is not None else []
     words = torch.randint(5, 100, (batch, WORDS)).tolist()
     ids = torch.tensor([[1, *row[:2], *marked, *row[2:]] for row in words])
@@ -183,31 +214,42 @@ def with_text(model: PreTrainedModel, kind: str, media: Inputs, count: int, batc
     for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"):
         if name in names:
             made[name] = at.long() * (3 if kind != "image" and name == "mm_token_type_ids" else 1)
-    labels = ids.clone()
-    labels[ids >= 500] = -100
-    made["labels"] = labels
+    length = ids.shape[1]
+    if "image_attention_mask" in names and "image_attention_mask" not in media:
+        made["image_attention_mask"] = torch.ones(batch, length, 1, dtype=torch.long)
+    if "cross_attention_mask" in names:
+        tiles = value_of(config, "max_num_tiles", default=1)
+        made["cross_attention_mask"] = torch.ones(batch, length, 1, tiles, dtype=torch.long)
+    if "image_embeds_position_mask" in names:
+        made["image_embeds_position_mask"] = (torch.arange(length) < count).long().expand(batch, -1).clone()
+    if "protein_input_ids" in names:
+        made["protein_input_ids"] = torch.randint(5, 30, (batch, 2 * WORDS))
+        made["protein_attention_mask"] = torch.ones(batch, 2 * WORDS, dtype=torch.long)
+    if "bbox" in names:
+        made["bbox"] = torch.zeros(batch, length, 4, dtype=torch.long)
+    made["labels"] = ids.masked_fill(ids >= FIRST_MEDIA_ID, -100)
+    if kind == "text" and getattr(config, "num_codebooks", None):  # tokens of sounds beside each token of text
+        made["input_ids"] = torch.stack([ids] * (config.num_codebooks + 1), -1)
     return made
 
 
 def compute(model: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the loss of a model; raises an error if there is none, or if the media do not matter.
+    """Returns the logits of a model; raises an error if there are none, or if they are not finite.
 
     Args:
         model: A float32 model.
         inputs: The inputs, with labels.
     """
     output = model(**inputs)
-    if getattr(output, "loss", None) is None:
-        raise ValueError("forward returns no loss")
     if getattr(output, "logits", None) is None:
         raise ValueError("forward returns no logits")
-    if not torch.isfinite(output.loss):
-        raise ValueError(f"the loss is {output.loss.item()}")
-    return output.loss
+    if not torch.isfinite(output.logits).all():
+        raise ValueError("the logits are not finite")
+    return output.logits
 
 
 def find_inputs(model: PreTrainedModel, batch: int = 2, seed: int = 0) -> tuple[str, Inputs]:
-    """Finds inputs with which a model computes a loss that depends on an image or a sound.
+    """Finds inputs with which a model computes logits that depend on an image or a sound.
 
     Args:
         model: A float32 model in evaluation mode.
@@ -231,6 +273,8 @@ def find_inputs(model: PreTrainedModel, batch: int = 2, seed: int = 0) -> tuple[
             except Exception as error:  # the form does not fit
                 errors.append(f"{shapes(media)}: {type(error).__name__}: {first_line(error)}")
                 continue
+            if "image_embeds_position_mask" in forward_names(model):
+                counts = [value_of(model.config, "latent_query_num")]
             counts += [count for count in ((0,) if media_tokens(model.config, kind)[1] is None else (16, 64)) if not counts]
             while counts:
                 count = counts.pop(0)
@@ -243,9 +287,14 @@ def find_inputs(model: PreTrainedModel, batch: int = 2, seed: int = 0) -> tuple[
                 except Exception as error:
                     errors.append(f"{shapes(media)}, {count}: {type(error).__name__}: {first_line(error)}")
                     match = _COUNTS.search(str(error))
-                    if match and int(match[2]) % batch == 0 and int(match[2]) // batch != count and count in (16, 64):
-                        counts = [int(match[2]) // batch]
-    raise ValueError("; ".join(errors[:40]) or "the model takes no image and no sound")
+                    found = int(match[1] or match[2]) if match else 0
+                    if found % batch == 0 and found // batch not in (0, count) and count in (16, 64):
+                        counts = [found // batch]
+    if not errors:  # neither an image nor a sound is an argument of `forward`
+        inputs = with_text(model, "text", {}, 0, batch)
+        compute(model, inputs)
+        return "text", inputs
+    raise ValueError("; ".join(errors[:40]))
 
 
 def depends_on_media(model: PreTrainedModel, inputs: Inputs, media: Inputs) -> bool:

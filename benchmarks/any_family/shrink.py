@@ -26,12 +26,12 @@ _RULES = tuple(
     for pattern, value in (
         (r"mlp_ratio|.*_ratio|.*_factor|.*_rate|.*kernel.*|num_channels|.*stride|.*_merge_size|in_chan.*", _LEAVE),
         (r"(.*_)?(vocab_size.*|vocabulary_size)", VOCABULARY),
-        (r"(image|img|crop)_size|resolution", IMAGE_SIZE),
+        (r"(image|img|crop)_size|resolution|max_img_size", IMAGE_SIZE),
         (r"patch_size", PATCH_SIZE),
         (r"num_(position_embeddings|patches)|image_seq_length|max_value_projector_patch_to_query_dict", PATCHES),
         (r"mm_tokens_per_image|num_image_tokens|.*soft_tokens_per_image", PATCHES // 4),
         (r"num_query_tokens|.*_latents|latent_query_num", 4),
-        (r"(moe_)?(num_|n_)shared_experts|n_group|topk_group|num_expert_group", 1),
+        (r"(moe_)?(num_|n_)shared_experts|n_groups?|topk_group|num_expert_group", 1),
         (r"num_experts_per_tok|moe_top_?k|moe_k|top_k_experts|num_experts_per_token", 2),
         (r"(moe_|.*_)?(num_|n_)(local_|routed_)?experts", 4),
         (r"num_nextn_predict_layers|first_k_dense_replace|num_kv_shared_layers|max_window_layers|num_mtp.*", _LEAVE),
@@ -40,7 +40,7 @@ _RULES = tuple(
         (r"(.*_)?(q|kv|o)_lora_rank|.*_lora_rank", HEAD),
         (r"(.*_)?(head_dim|v_head_dim|dim_head|head_size|d_kv)", HEAD),
         (r"(.*_)?(intermediate_size|intermediate_dim|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|expert_dim|size_mlp)", 2 * HIDDEN),
-        (r"(.*_)?(hidden_size|hidden_dim|embed_dim|embedding_dim|d_model|embedding_size|proj.*_dim|in_dim|out_dim)", HIDDEN),
+        (r"(.*_)?(hidden_size|hidden_dim|embed_dim|embedding_dim|d_model|embedding_size|proj.*_dim|in_dim|out_dim|adapter_input_size)", HIDDEN),
         (r"(.*_)?(output_dim|hidden_size_per_layer_input|encoder_hidden_size|input_dim|emb_dim)", HIDDEN),
         (r"(.*_)?(max_position_embeddings|max_source_positions|n_positions)", 1024),
     )
@@ -74,6 +74,8 @@ class Shrinker:
         return made
 
     def _one(self, name: str, value: Any, values: Mapping[str, Any], kept: dict[int, list[int]], layers: int) -> Any:
+        if isinstance(value, PreTrainedConfig):
+            return self.shrink(value.to_dict())
         if isinstance(value, dict):
             if name == "per_layer_config":
                 indexes = next(iter(kept.values()), list(range(layers)))
@@ -112,6 +114,8 @@ class Shrinker:
     def _sequence(self, name: str, value: list[Any], kept: dict[int, list[int]], layers: int) -> list[Any]:
         if name.endswith("token_ids"):
             return [self._token(name, one) for one in value]
+        if name == "downsample_channels":
+            return [HIDDEN] * len(value)
         if name == "image_grid_pinpoints":
             return [[IMAGE_SIZE, IMAGE_SIZE]]
         if name in ("image_size", "patch_size") and len(set(value)) == 1:
@@ -170,7 +174,10 @@ def small_config(family: str, special: Mapping[str, int], changes: Mapping[str, 
     """
     config_class = CONFIG_MAPPING[family]
     changes = dict(changes or {})
-    default = config_class(**changes.pop("defaults", {}))
+    default = config_class()
+    for name, part in getattr(config_class, "sub_configs", {}).items():  # a tower that is not built by default
+        if name.startswith("vision") and getattr(default, name, None) is None and isinstance(part, type):
+            setattr(default, name, part())
     values = Shrinker(special).shrink(default.to_dict())
     values = merge(values, {"tie_word_embeddings": False, **changes})
     values.pop("model_type", None)

@@ -1,0 +1,371 @@
+"""Trains every multimodal family of the installed transformers with the stock and the safe `SFTTrainer`.
+
+    python benchmarks/every_family.py                      # the families without results; an hour on one core
+    python benchmarks/every_family.py --only llava,git     # measures these families again
+
+The families are those of transformers' auto classes. A tiny model of each is built from its config, and inputs for it
+are found by trying the forms that transformers' processors make. Each family runs in a process of its own, two steps
+in each precision. A family that stock TRL cannot train in float32 is listed with the reason.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+warnings.simplefilter("ignore")
+
+RESULT = Path(__file__).parent / "results" / "every_family.jsonl"
+PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft")
+SECONDS = 300
+"""The time limit of a family."""
+MEMORY = 12 * 2**30
+"""The limit of a family's address space, in bytes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A combination of weights and autocast.
+
+    Attributes:
+        weights: The dtype in which the model is loaded.
+        flag: `"bf16"`, `"fp16"` or `None`.
+        lora: Whether adapters are trained.
+    """
+
+    weights: str
+    flag: str | None
+    lora: bool = False
+
+
+CELLS = {
+    "fp32": Cell("float32", None),
+    "fp32, bf16=True": Cell("float32", "bf16"),
+    "bf16": Cell("bfloat16", None),
+    "bf16, bf16=True": Cell("bfloat16", "bf16"),
+    "fp16, fp16=True, LoRA": Cell("float16", "fp16", lora=True),
+}
+"""The cells by name, first the one that decides whether TRL can train a family."""
+
+
+@dataclass
+class Subject:
+    """A family that is trained.
+
+    Attributes:
+        family: The family.
+        folder: A saved model of it.
+        kind: `"image"`, `"sound"` or `"text"`.
+        inputs: The inputs of each step, with labels.
+        settings: Training arguments that stock TRL needs to train the family.
+    """
+
+    family: str
+    folder: str
+    kind: str
+    inputs: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+WITHOUT_AUX_LOSS = {"router_aux_loss_coef": 0.0}
+"""What is tried if stock TRL crashes in float32: the forward passes of some mixtures of experts cannot compute it."""
+
+
+def run_cell(subject: Subject, cell: Cell, safe: bool) -> Any:
+    """Trains a cell.
+
+    Args:
+        subject: The family.
+        cell: The cell.
+        safe: Whether to train with the safe trainer.
+
+    Returns:
+        The outcome, and the losses and trained weights; no weights if it did not train.
+    """
+    import torch
+    from matrix_cell import LOSS_SCALE, Outcome, findings_in, fresh, judge_error
+
+    from safe_trainers.core.errors import PrecisionWarning
+
+    fresh()
+    outcome, started, trainer, values = Outcome(), time.perf_counter(), None, {}
+    with warnings.catch_warnings(record=True) as said, contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("always")
+        try:
+            trainer = build_trainer(subject, cell, safe)
+            scaler = trainer.accelerator.scaler
+            if scaler is not None:  # torch's initial scale would skip both steps
+                scaler.load_state_dict({**scaler.state_dict(), "scale": LOSS_SCALE})
+            gradients: set[str] = set()
+            trainer.add_callback(_Gradients(gradients))
+            trainer.train()
+            if safe and trainer._run.media_trial is not None:
+                values["trial"] = trainer._run.media_trial
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+            values |= {"losses": losses, "weights": trained}
+            if not gradients:
+                outcome.faults.append("no trainable weight has a gradient")
+            if not all(abs(loss) < float("inf") for loss in losses):
+                outcome.faults.append("a loss is not finite")
+            narrow = sorted({str(p.dtype)[6:] for name, p in trained.items() if "lora_" in name} - {"float32"})
+            if narrow:
+                outcome.faults.append(f"adapters in {', '.join(narrow)}")
+        except Exception as error:  # every error is a result
+            judge_error(error, built=trainer is not None, outcome=outcome)
+    if outcome.faults:
+        outcome.outcome = "wrong"
+    precision = [str(entry.message) for entry in said if issubclass(entry.category, PrecisionWarning)]
+    outcome.warned = sorted({found for text in precision for found in findings_in(text)})
+    outcome.seconds = round(time.perf_counter() - started, 2)
+    del trainer
+    fresh()
+    torch.manual_seed(0)
+    return outcome, values
+
+
+def build_trainer(subject: Subject, cell: Cell, safe: bool) -> Any:
+    """Builds the trainer of a cell."""
+    import torch
+    import transformers
+    import trl
+    from any_family.models import Sampler, families, lora_targets
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    import safe_trainers
+    from safe_trainers import tiny
+    from safe_trainers.testing import fp16_on_cpu
+
+    torch.manual_seed(0)
+    folder, kind, inputs = subject.folder, subject.kind, subject.inputs
+    model = getattr(transformers, families()[subject.family]).from_pretrained(folder, dtype=getattr(torch, cell.weights))
+    tokenizer = tiny.build_tokenizer("text")
+    sample = {name: value for name, value in inputs.items() if name != "labels"}
+    rows = {"input_ids": inputs["input_ids"].tolist()}
+    if kind != "text":
+        rows["pixel_values" if kind == "image" else "input_features"] = [0] * len(inputs["input_ids"])
+    args = trl.SFTConfig(
+        output_dir=str(Path(folder) / "out"), use_cpu=True, bf16=cell.flag == "bf16", fp16=cell.flag == "fp16",
+        max_steps=2, per_device_train_batch_size=len(inputs["input_ids"]), learning_rate=1e-4, logging_steps=1,
+        report_to=[], save_strategy="no", disable_tqdm=True, max_length=None, remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True}, **subject.settings,
+    )  # fmt: skip
+    made: dict[str, Any] = {
+        "model": model,
+        "args": args,
+        "train_dataset": Dataset.from_dict(rows),
+        "processing_class": tokenizer if kind == "text" else Sampler(tokenizer, sample, kind),
+        "data_collator": lambda rows: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()},
+    }
+    if cell.lora:
+        made["peft_config"] = LoraConfig(r=4, target_modules=lora_targets(model))
+    chosen = safe_trainers.SafeSFTTrainer if safe else trl.SFTTrainer
+    trainer = (fp16_on_cpu(chosen) if cell.flag == "fp16" else chosen)(**made)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def _Gradients(found: set[str]) -> Any:  # noqa: N802  (a class whose base is imported late)
+    from transformers import TrainerCallback
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            found.update(name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0)
+
+    return Gradients()
+
+
+def difference(stock: Mapping[str, Any], safe: Mapping[str, Any]) -> float | None:
+    """Returns the largest relative difference of losses and weights; 0 if they are bit-identical."""
+    import torch
+
+    if stock["losses"] == safe["losses"] and all(
+        name in safe["weights"] and torch.equal(weight, safe["weights"][name]) for name, weight in stock["weights"].items()
+    ):
+        return 0.0
+    largest = max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(stock["losses"], safe["losses"], strict=True))
+    for name, weight in stock["weights"].items():
+        other = safe["weights"].get(name)
+        if other is None:
+            return None
+        scale = weight.double().abs().max().item() or 1.0
+        largest = max(largest, (weight.double() - other.double()).abs().max().item() / scale)
+    return largest
+
+
+def measure(family: str) -> dict[str, Any]:
+    """Builds a family, finds its inputs and trains all cells.
+
+    Args:
+        family: The family.
+
+    Returns:
+        The row of the results.
+    """
+    import torch
+    from any_family.inputs import first_line, shapes
+    from any_family.models import build, families, find_inputs
+
+    torch.set_num_threads(1)
+    row: dict[str, Any] = {"family": family, "model": families()[family]}
+    try:
+        model = build(family)
+    except Exception as error:  # a family that cannot be built is listed
+        return row | {"step": "build", "reason": f"{type(error).__name__}: {first_line(error)}"}
+    row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        kind, inputs = find_inputs(model)
+    except Exception as error:  # as above
+        return row | {"step": "inputs", "reason": f"{type(error).__name__}: {str(error)[:600]}"}
+    row |= {"kind": kind, "inputs": shapes({name: value for name, value in inputs.items() if name != "labels"})}
+    with tempfile.TemporaryDirectory(prefix="every-family-") as folder:
+        try:
+            model.save_pretrained(folder)
+        except Exception as error:  # as above
+            return row | {"step": "save", "reason": f"{type(error).__name__}: {first_line(error)}"}
+        del model
+        row["cells"] = {}
+        subject = Subject(family, folder, kind, inputs)
+        for name, cell in CELLS.items():
+            stock, values = run_cell(subject, cell, safe=False)
+            if name == "fp32" and stock.outcome != "trained":
+                row["reason"] = why(stock)
+                row["step"] = "stock"
+                subject.settings = WITHOUT_AUX_LOSS
+                retried, others = run_cell(subject, cell, safe=False)
+                if retried.outcome == "trained":
+                    row |= {"settings": WITHOUT_AUX_LOSS, "because": row.pop("reason")}
+                    del row["step"]
+                    stock, values = retried, others
+                else:
+                    subject.settings = {}
+            safe, others = run_cell(subject, cell, safe=True)
+            found = {"stock": stock.to_dict(), "safe": safe.to_dict()}
+            if "weights" in values and "weights" in others:
+                found["difference"] = difference(values, others)
+            if "trial" in others:
+                trial = others["trial"]
+                found["trial"] = trial.skipped or trial.error or "works"
+            row["cells"][name] = found
+            if "reason" in row:
+                break
+    return row
+
+
+def why(outcome: Any) -> str:
+    """Describes a crash or a wrong result."""
+    text: str = outcome.message or "; ".join(outcome.faults)
+    return f"{text} ({outcome.frame})" if outcome.frame else text
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that results depend on."""
+    return {package: version(package) for package in PACKAGES}
+
+
+def read(file: Path = RESULT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Reads the heading and the rows of a results file; both are empty if there is no file."""
+    if not file.is_file():
+        return {}, []
+    heading, *rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return heading, rows
+
+
+def run_family(family: str) -> dict[str, Any]:
+    """Measures a family in a process of its own, with limits of time and memory.
+
+    The process is forked, so that each does not have to import the libraries again.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_in_child, args=(family, sender))
+    started = time.perf_counter()
+    process.start()
+    sender.close()
+    row: dict[str, Any] = {"family": family, "step": "process"}
+    try:
+        row = receiver.recv() if receiver.poll(SECONDS) else row | {"reason": f"more than {SECONDS} s"}
+    except EOFError:  # the process died
+        process.join()
+        row |= {"reason": f"the process ended with status {process.exitcode}"}
+    if process.is_alive():
+        process.kill()
+    process.join()
+    return row | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def _measure_in_child(family: str, sender: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    sender.send(measure(family))
+
+
+def unfit(row: Mapping[str, Any]) -> list[str]:
+    """Describes what the safe trainer does not do as it should: crashes, wrong results, and refusals of what stock trains."""
+    lines = []
+    for name, cell in row.get("cells", {}).items():
+        stock, safe = cell["stock"], cell["safe"]
+        place = f"{row['family']}, {name}"
+        if "reason" in row:
+            continue
+        if safe["outcome"] in ("crashed", "wrong"):
+            why = safe.get("message") or "; ".join(safe["faults"])
+            lines.append(f"{place}: {safe['outcome']}: {why} {safe.get('frame', '')}")
+        elif safe["outcome"] == "refused" and stock["outcome"] == "trained":
+            lines.append(f"{place}: refused ({', '.join(safe.get('ids', []))}), and stock trains it")
+    return lines
+
+
+def main() -> int:
+    """Measures the families that have no results, and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="families to measure, separated by commas, even if they have results")
+    options = parser.parse_args()
+    import matrix_cell  # noqa: F401  (imported once, before the processes are forked)
+    import torch
+    from any_family.models import families
+
+    torch.set_num_threads(1)
+
+    heading, rows = read()
+    known = {row["family"]: row for row in rows} if heading.get("versions") == versions() else {}
+    names = options.only.split(",") if options.only else [name for name in families() if name not in known]
+    heading = {
+        "command": "python benchmarks/every_family.py",
+        "versions": versions(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+    }
+    for name in names:
+        known[name] = run_family(name)
+        rows = [known[family] for family in families() if family in known]
+        RESULT.write_text("".join(json.dumps(line) + "\n" for line in (heading, *rows)), encoding="utf-8")
+        print(name, known[name].get("reason", "")[:200], *unfit(known[name]), sep="\n  ", file=sys.stderr)
+    problems = [line for row in known.values() for line in unfit(row)]
+    print(f"{len(known)} families, {sum('reason' not in row for row in known.values())} trained by stock TRL in float32")
+    print(f"{len(problems)} problems", *problems, sep="\n")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
