@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler evidence docs compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler every-family evidence docs compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,6 +115,10 @@ bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by 
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
 bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth bench-trainers bench-not-finite evidence ## run all benchmarks and write their pages
+
+every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
+	@$(BIN)/python benchmarks/every_family.py
+	@$(BIN)/python tools/build_docs.py
 
 evidence: setup ## write docs/evidence.md and its figures from the committed results
 	@$(BIN)/python tools/build_docs.py

@@ -13,6 +13,7 @@ import versions_page
 from architecture_page import PAGE as ARCHITECTURE
 from architecture_page import architecture_page
 from architecture_page import draw as draw_architecture
+from families_page import families_page
 from growth_page import growth_page
 from sampler_page import sampler_page
 from trainers_page import trainers_page
@@ -275,5 +276,6 @@ if __name__ == "__main__":
     (DOCS / "errors.md").write_text(errors_page(), encoding="utf-8")
     (DOCS / "versions.md").write_text(versions_page.page(), encoding="utf-8")
     (DOCS / "growth.md").write_text(growth_page(), encoding="utf-8")
+    (DOCS / "families.md").write_text(families_page(), encoding="utf-8")
     (DOCS / "sampler.md").write_text(sampler_page(), encoding="utf-8")
     (DOCS / "trainers.md").write_text(trainers_page(), encoding="utf-8")

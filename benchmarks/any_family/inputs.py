@@ -18,6 +18,9 @@ Inputs = dict[str, Any]
 WORDS = 6
 FRAMES = 64
 """Frames of a sound, and the multiple of them that is tried if an encoder needs a fixed number."""
+GUESSES = (16, 64)
+"""Numbers of features that are tried if a model does not return them; its error then has the right number."""
+BINS = ("input_size", "num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim", "feature_size")
 _COUNTS = re.compile(r"tokens:? \d+.*features:? (\d+)|value tensor of shape \[(\d+)", re.IGNORECASE | re.DOTALL)
 
 
@@ -67,7 +70,8 @@ def image_forms(model: PreTrainedModel, batch: int) -> Iterator[Inputs]:
     size = max(size) if isinstance(size, list | tuple) else size
     patch = value_of(vision, "patch_size", "spatial_patch_size", default=PATCH_SIZE)
     patch = patch[-1] if isinstance(patch, list | tuple) else patch
-    channels = next((c for c in (value_of(vision, "in_channels", "num_channels", "in_chans"),) if isinstance(c, int)), 3)
+    channels = value_of(vision, "in_channels", "num_channels", "in_chans")
+    channels = channels if isinstance(channels, int) else 3
     side = size // patch
     times = value_of(vision, "temporal_patch_size", default=1)
     key = next((k for k in ("pixel_values", "image_pixel_values", "flattened_patches") if k in names), None)
@@ -147,12 +151,13 @@ def sound_forms(model: PreTrainedModel, batch: int) -> Iterator[Inputs]:
     key = next((k for k in ("input_features", "audio_input_features", "input_values") if k in names), None)
     if key is None:
         return
-    bins = value_of(config, "input_size", "num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim", "feature_size", default=80)
+    bins = value_of(config, *BINS, default=80)
     longest = value_of(config, "max_source_positions", default=FRAMES)
     for frames in dict.fromkeys((FRAMES, 2 * longest, 200, 400, 8 * (WORDS + 1))):
-        forms = [noise(batch, bins, frames), noise(batch, frames, bins), noise(batch, 1, frames * 100), noise(batch, frames * 100)]
-        for form in forms:
-            length = frames * 100 if form.shape[-1] == frames * 100 else frames
+        samples = frames * 100
+        for shape in ((batch, bins, frames), (batch, frames, bins), (batch, 1, samples), (batch, samples)):
+            form = noise(*shape)
+            length = samples if shape[-1] == samples else frames
             mask = torch.ones(batch, length, dtype=torch.long)
             masks = {
                 n: mask.bool() if n.startswith("input_features") else mask
@@ -275,7 +280,8 @@ def find_inputs(model: PreTrainedModel, batch: int = 2, seed: int = 0) -> tuple[
                 continue
             if "image_embeds_position_mask" in forward_names(model):
                 counts = [value_of(model.config, "latent_query_num")]
-            counts += [count for count in ((0,) if media_tokens(model.config, kind)[1] is None else (16, 64)) if not counts]
+            if not counts:
+                counts = [0] if media_tokens(model.config, kind)[1] is None else list(GUESSES)
             while counts:
                 count = counts.pop(0)
                 try:
@@ -288,7 +294,7 @@ def find_inputs(model: PreTrainedModel, batch: int = 2, seed: int = 0) -> tuple[
                     errors.append(f"{shapes(media)}, {count}: {type(error).__name__}: {first_line(error)}")
                     match = _COUNTS.search(str(error))
                     found = int(match[1] or match[2]) if match else 0
-                    if found % batch == 0 and found // batch not in (0, count) and count in (16, 64):
+                    if found % batch == 0 and found // batch not in (0, count) and count in GUESSES:
                         counts = [found // batch]
     if not errors:  # neither an image nor a sound is an argument of `forward`
         inputs = with_text(model, "text", {}, 0, batch)

@@ -1,9 +1,8 @@
-"""Builds a tiny model of any multimodal family of the installed transformers, and a processor that makes its sample."""
+"""Builds a tiny model of any multimodal family of transformers, and a processor that makes its sample."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
     """
     tokenizer = tiny.build_tokenizer("text")
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    config = small_config(family, special, CHANGES.get(family))
+    config = small_config(family, special, CHANGES.get(family, {}))
     model_class = getattr(transformers, families()[family])
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(config).parameters())

@@ -88,15 +88,30 @@ CHANGES: dict[str, dict[str, Any]] = {
         "vision_config.num_groups": [2, 2, 4, 4],
         "vision_config.depths": [1, 1, 1, 1],
     },
-    "granite4_vision": {"downsample_rate": "4/8", "deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0, 0, 1, 1]},
-    "hunyuan_vl": {"text_config.head_dim": HEAD, "text_config.rope_parameters": {**_rope(), "mrope_section": [4, 4, 4, 4]}},
+    "granite4_vision": {
+        "downsample_rate": "4/8",
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [0, 0, 1, 1],
+    },
+    "hunyuan_vl": {
+        "text_config.head_dim": HEAD,
+        "text_config.rope_parameters": {**_rope(), "mrope_section": [4, 4, 4, 4]},
+    },
     "evolla": {"protein_encoder_config": {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, **_TWO_LAYERS}},
     "gemma4": {"vision_config.pooling_kernel_size": 2},
-    "gemma4_unified": {"vision_config.pooling_kernel_size": 2, "vision_config.mm_embed_dim": HIDDEN, "vision_config.output_proj_dims": HIDDEN},
+    "gemma4_unified": {
+        "vision_config.pooling_kernel_size": 2,
+        "vision_config.mm_embed_dim": HIDDEN,
+        "vision_config.output_proj_dims": HIDDEN,
+    },
     "mistral4": {
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 512,
-            "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1.0,
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 512,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 1.0,
         }
     },
     "muse_glimmer": {"out_hidden_size": 4 * HIDDEN},

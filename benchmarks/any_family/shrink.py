@@ -39,8 +39,10 @@ _RULES = tuple(
         (r"(.*_)?(attention_heads|num_heads|n_heads?|.*_heads)", HEADS),
         (r"(.*_)?(q|kv|o)_lora_rank|.*_lora_rank", HEAD),
         (r"(.*_)?(head_dim|v_head_dim|dim_head|head_size|d_kv)", HEAD),
-        (r"(.*_)?(intermediate_size|intermediate_dim|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|expert_dim|size_mlp)", 2 * HIDDEN),
-        (r"(.*_)?(hidden_size|hidden_dim|embed_dim|embedding_dim|d_model|embedding_size|proj.*_dim|in_dim|out_dim|adapter_input_size)", HIDDEN),
+        (r"(.*_)?(intermediate_size|intermediate_dim|ffn_dim|ffn_hidden_size)", 2 * HIDDEN),
+        (r"(.*_)?(mlp_dim|d_ff|expert_dim|size_mlp)", 2 * HIDDEN),
+        (r"(.*_)?(hidden_size|hidden_dim|embed_dim|embedding_dim|d_model|embedding_size)", HIDDEN),
+        (r"(.*_)?(proj.*_dim|in_dim|out_dim|adapter_input_size)", HIDDEN),
         (r"(.*_)?(output_dim|hidden_size_per_layer_input|encoder_hidden_size|input_dim|emb_dim)", HIDDEN),
         (r"(.*_)?(max_position_embeddings|max_source_positions|n_positions)", 1024),
     )
@@ -134,12 +136,13 @@ class Shrinker:
         kept = {}
         for name, count in values.items():
             if _LAYERS.fullmatch(name) and isinstance(count, int) and not isinstance(count, bool) and count > 1:
-                lists = [v for v in values.values() if isinstance(v, list) and len(v) == count and isinstance(v[0], str)]
+                lists = [v for v in values.values() if isinstance(v, list) and len(v) == count]
+                lists = [v for v in lists if isinstance(v[0], str)]
                 kinds: dict[Any, int] = {}
                 for index in range(count):
                     kinds.setdefault(tuple(str(one[index]) for one in lists), index)
                 chosen = list(kinds.values())
-                kept[count] = sorted({*chosen, *range(LAYERS)} if len(chosen) < LAYERS else chosen)[: max(LAYERS, len(chosen))]
+                kept[count] = sorted(chosen) if len(chosen) >= LAYERS else list(range(LAYERS))
         return kept
 
 
@@ -164,7 +167,7 @@ def merge(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def small_config(family: str, special: Mapping[str, int], changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+def small_config(family: str, special: Mapping[str, int], changes: Mapping[str, Any]) -> PreTrainedConfig:
     """Returns a small config of a family.
 
     Args:
@@ -173,7 +176,6 @@ def small_config(family: str, special: Mapping[str, int], changes: Mapping[str, 
         changes: Values that the family needs.
     """
     config_class = CONFIG_MAPPING[family]
-    changes = dict(changes or {})
     default = config_class()
     for name, part in getattr(config_class, "sub_configs", {}).items():  # a tower that is not built by default
         if name.startswith("vision") and getattr(default, name, None) is None and isinstance(part, type):
