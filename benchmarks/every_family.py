@@ -35,6 +35,8 @@ warnings.simplefilter("ignore")
 
 RESULT = Path(__file__).parent / "results" / "every_family.jsonl"
 PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft")
+LIMITS = {"float32": 1e-6, "bfloat16": 2**-7, "bf16": 2**-7, "fp16": 2**-10}
+"""Largest relative difference of the losses of stock and safe, by the dtype that is computed in."""
 SECONDS = 300
 """The time limit of a family."""
 MEMORY = 12 * 2**30
@@ -87,8 +89,8 @@ class Subject:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-WITHOUT_AUX_LOSS = {"router_aux_loss_coef": 0.0}
-"""What is tried if stock TRL crashes in float32: the forward passes of some mixtures of experts cannot compute it."""
+RETRIES: tuple[dict[str, Any], ...] = ({"gradient_checkpointing": False}, {"router_aux_loss_coef": 0.0})
+"""Training arguments that are tried if stock TRL crashes in float32: TRL's defaults ask for what some models lack."""
 
 
 def run_cell(subject: Subject, cell: Cell, safe: bool) -> Any:
@@ -197,22 +199,26 @@ def _Gradients(found: set[str]) -> Any:  # noqa: N802  (a class whose base is im
     return Gradients()
 
 
-def difference(stock: Mapping[str, Any], safe: Mapping[str, Any]) -> float | None:
-    """Returns the largest relative difference of losses and weights; 0 if they are bit-identical."""
+def compare(stock: Mapping[str, Any], safe: Mapping[str, Any]) -> dict[str, Any]:
+    """Compares two runs.
+
+    Args:
+        stock: The losses and weights of one.
+        safe: Those of the other.
+
+    Returns:
+        Whether losses and weights are bit-identical, and the largest relative difference of the losses. The weights
+        that Adam has changed say less: its first steps have the size of the learning rate, whatever the gradient.
+    """
     import torch
 
     weights = safe["weights"]
     same = (name in weights and torch.equal(weight, weights[name]) for name, weight in stock["weights"].items())
-    if stock["losses"] == safe["losses"] and all(same):
-        return 0.0
-    largest = max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(stock["losses"], safe["losses"], strict=True))
-    for name, weight in stock["weights"].items():
-        other = weights.get(name)
-        if other is None:
-            return None
-        scale = weight.double().abs().max().item() or 1.0
-        largest = max(largest, (weight.double() - other.double()).abs().max().item() / scale)
-    return largest
+    pairs = list(zip(stock["losses"], safe["losses"], strict=True))
+    return {
+        "identical": stock["losses"] == safe["losses"] and all(same),
+        "difference": max(abs(one - other) / max(abs(one), 1e-9) for one, other in pairs),
+    }
 
 
 def measure(family: str, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -246,6 +252,7 @@ def measure(family: str, known: Mapping[str, Any] | None = None) -> dict[str, An
             model.save_pretrained(folder)
         except Exception as error:  # as above
             return row | {"step": "save", "reason": f"{type(error).__name__}: {first_line(error)}"}
+        two_stacks = bool(model.config.is_encoder_decoder)
         del model
         known = known or {}
         row["cells"] = dict(known.get("cells", {}))
@@ -256,23 +263,18 @@ def measure(family: str, known: Mapping[str, Any] | None = None) -> dict[str, An
                 continue
             stock, values = run_cell(subject, cell, safe=False)
             if name == "fp32" and stock.outcome != "trained":
-                row["reason"] = why(stock)
-                row["step"] = "stock"
-                subject.settings = WITHOUT_AUX_LOSS
-                retried, others = run_cell(subject, cell, safe=False)
-                if retried.outcome == "trained":
-                    row |= {"settings": WITHOUT_AUX_LOSS, "because": row.pop("reason")}
-                    del row["step"]
-                    stock, values = retried, others
+                reason = why(stock)
+                for subject.settings in (*RETRIES, {}):
+                    stock, values = run_cell(subject, cell, safe=False)
+                    if stock.outcome == "trained":
+                        row |= {"settings": subject.settings, "because": reason}
+                        break
                 else:
-                    subject.settings = {}
+                    row |= {"step": "stock", "reason": f"an encoder-decoder: {reason}" if two_stacks else reason}
             safe, others = run_cell(subject, cell, safe=True)
             found = {"stock": stock.to_dict(), "safe": safe.to_dict()}
             if "weights" in values and "weights" in others:
-                found["difference"] = difference(values, others)
-                if found["difference"] != 0.0:  # a model may differ from itself, by memory that it does not initialise
-                    _, again = run_cell(subject, cell, safe=False)
-                    found["repeated"] = difference(values, again) if "weights" in again else None
+                found |= compare(values, others)
             if "trial" in others:
                 trial = others["trial"]
                 found["trial"] = trial.skipped or trial.error or "works"
@@ -352,8 +354,10 @@ def unfit(row: Mapping[str, Any]) -> list[str]:
             lines.append(f"{place}: {safe['outcome']}: {text} {safe.get('frame', '')}")
         elif safe["outcome"] == "refused" and stock["outcome"] == "trained":
             lines.append(f"{place}: refused ({', '.join(safe.get('ids', []))}), and stock trains it")
-        elif stock["outcome"] == "trained" and cell["difference"] != 0.0 and cell.get("repeated") == 0.0:
-            lines.append(f"{place}: differs from stock by {cell['difference']}")
+        elif (
+            stock["outcome"] == "trained" and not cell["difference"] <= LIMITS[CELLS[name].flag or CELLS[name].weights]
+        ):
+            lines.append(f"{place}: the losses differ from those of stock by {cell['difference']:.1e}")
     return lines
 
 

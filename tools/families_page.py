@@ -39,9 +39,9 @@ def families_page() -> str:
         "",
         "## Families that TRL trains",
         "",
-        "*both*: both trainers train, with bit-identical losses and weights. *both, differ*: both train, and the",
-        "results differ. *safe only*: stock TRL crashes or is wrong, and the safe trainer trains. *refused*: the safe",
-        "trainer fails at construction with the change to make.",
+        "*both*: both trainers train, with bit-identical losses and weights; where they are not, the largest relative",
+        "difference of the losses is given. *safe only*: stock TRL crashes or is wrong, and the safe trainer trains.",
+        "*refused*: the safe trainer fails at construction with the change to make.",
         "",
         *_table(trained),
         "",
@@ -64,8 +64,14 @@ def _summary(cells: list[tuple[Row, str, Row]]) -> list[str]:
         numbers = [str(counts[outcome]) for outcome in ("trained", "refused", "wrong", "crashed")]
         lines.append(f"| {side} | {' | '.join(numbers)} |")
     both = [cell for _, _, cell in cells if cell["stock"]["outcome"] == cell["safe"]["outcome"] == "trained"]
-    same = sum(cell["difference"] == 0.0 for cell in both)
-    return [*lines, "", f"Where both train, losses and weights are bit-identical in {same} of {len(both)} cells."]
+    same = sum(cell["identical"] for cell in both)
+    furthest = max((cell["difference"] for cell in both), default=0.0)
+    return [
+        *lines,
+        "",
+        f"Where both train, losses and weights are bit-identical in {same} of {len(both)} cells. In the others the",
+        f"losses differ by at most {furthest:.1e} of their size.",
+    ]
 
 
 def describe(cell: Row) -> str:
@@ -74,7 +80,7 @@ def describe(cell: Row) -> str:
     if safe == "trained":
         if stock != "trained":
             return "safe only"
-        return "both" if cell["difference"] == 0.0 else "both, differ"
+        return "both" if cell["identical"] else f"both, {cell['difference']:.0e}"
     return f"refused: {', '.join(cell['safe'].get('ids', []))}" if safe == "refused" else safe
 
 
@@ -88,13 +94,17 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _settings(rows: list[Row]) -> list[str]:
-    changed = [row for row in rows if "settings" in row]
-    if not changed:
-        return []
-    names = ", ".join(row["family"] for row in changed)
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for name, value in row.get("settings", {}).items():
+            found.setdefault(f"{name}={value}", []).append(row["family"])
     return [
-        f"Trained with `router_aux_loss_coef=0.0`, without which stock TRL crashes in float32 too: {names}.",
-        "",
+        line
+        for setting, names in found.items()
+        for line in (
+            f"Trained with `{setting}`, without which stock TRL crashes in float32 too: {', '.join(names)}.",
+            "",
+        )
     ]
 
 

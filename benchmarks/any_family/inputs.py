@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -265,7 +266,7 @@ def find_inputs(model: PreTrainedModel, batch: int = 2, seed: int = 0) -> tuple[
         `"image"` or `"sound"`, and the inputs with labels.
 
     Raises:
-        ValueError: If none of the forms works, with the last errors.
+        ValueError: If none of the forms works, with the most common error.
     """
     torch.manual_seed(seed)
     errors: list[str] = []
@@ -300,7 +301,8 @@ def find_inputs(model: PreTrainedModel, batch: int = 2, seed: int = 0) -> tuple[
         inputs = with_text(model, "text", {}, 0, batch)
         compute(model, inputs)
         return "text", inputs
-    raise ValueError("; ".join(errors[:40]))
+    (common, number), *_ = Counter(error.partition(": ")[2] for error in errors).most_common(1)
+    raise ValueError(f"none of {len(errors)} forms of inputs works; {number} times {common}")
 
 
 def depends_on_media(model: PreTrainedModel, inputs: Inputs, media: Inputs) -> bool:

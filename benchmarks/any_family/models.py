@@ -43,12 +43,14 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
         The model on the CPU, in evaluation mode.
 
     Raises:
-        ValueError: If the model would have more than `LARGEST` parameters.
+        ValueError: If the model has no forward pass, or would have more than `LARGEST` parameters.
     """
     tokenizer = tiny.build_tokenizer("text")
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     config = small_config(family, special, CHANGES.get(family, {}))
     model_class = getattr(transformers, families()[family])
+    if model_class.forward is nn.Module.forward:
+        raise ValueError(f"{model_class.__name__} has no forward pass, only parts that have one")
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(config).parameters())
     if size > LARGEST:
