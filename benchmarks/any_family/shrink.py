@@ -127,6 +127,8 @@ class Shrinker:
             if not all(isinstance(one, int) and not isinstance(one, bool) for one in chosen):
                 return chosen
             return chosen if max(value) < len(value) // 2 else list(range(len(chosen)))
+        if "layer" in name and len(value) > 8 and all(isinstance(one, str) for one in value):
+            return list(dict.fromkeys(value))  # the kinds of layers of a config that does not count them
         if _INDEXES.fullmatch(name) and all(isinstance(one, int) for one in value):
             return list(dict.fromkeys(max(min(one, layers - 1), -layers) for one in value))
         return [self.shrink(one) if isinstance(one, dict) else one for one in value]
