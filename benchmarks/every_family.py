@@ -90,8 +90,8 @@ class Subject:
 
 
 KNOWN = {
-    "evolla": "its proteins are not an input that a trial at construction can make, so that LayerNorms of its encoder, "
-    "which get two dtypes on a CPU, are not found"
+    "evolla": "its proteins are not an input that a trial at construction can make, so that LayerNorms of "
+    "its encoder, which get two dtypes on a CPU, are not found"
 }
 """Families that both trainers fail to train in some cells, with the reason."""
 RETRIES: tuple[dict[str, Any], ...] = ({"gradient_checkpointing": False}, {"router_aux_loss_coef": 0.0})

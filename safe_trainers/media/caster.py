@@ -21,7 +21,7 @@ from ..core.dtypes import from_torch, to_torch
 from ..core.errors import PrecisionError, refuse
 from ..model.inventory import bits, first_dtype
 from ..model.parts import find_parts, is_quantized, unwrap
-from ..model.trial_forward import sample_inputs, undisturbed
+from ..model.trial_forward import is_loaded, sample_inputs, undisturbed
 
 
 logger = logging.getLogger(__name__)
@@ -302,8 +302,8 @@ def refuse_packed_casts(
     except Exception as error:
         logger.info("no sample image for the towers: %s: %s", type(error).__name__, error)
         return
-    if any(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters()):
-        return  # an engine has not loaded the weights yet
+    if not is_loaded(model):
+        return
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in sample.items() if isinstance(value, torch.Tensor)}
     for key in inputs.keys() & methods.keys():

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import nn
 
 from ..core.dtypes import to_torch
-from .parts import find_parts, is_quantized, unwrap
+from .parts import elements_of, find_parts, is_quantized, unwrap
 
 
 logger = logging.getLogger(__name__)
@@ -216,10 +216,13 @@ def is_dtype_error(error: Exception) -> bool:
 def is_loaded(model: nn.Module) -> bool:
     """Whether all weights of a model are in memory; engines may load or shard them later.
 
+    A weight without elements, such as that of a layer of width zero, is in memory. One that ZeRO-3 has partitioned is
+    empty too, but records its size.
+
     Args:
         model: The model.
     """
-    return not any(parameter.is_meta or parameter.numel() == 0 for parameter in model.parameters())
+    return not any(parameter.is_meta or parameter.numel() < elements_of(parameter) for parameter in model.parameters())
 
 
 def compute_context(device: torch.device, autocast: str | None) -> contextlib.AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from safe_trainers import tiny
-from safe_trainers.model.trial_forward import sample_inputs, trial_error, undisturbed
+from safe_trainers.model.trial_forward import is_loaded, sample_inputs, trial_error, undisturbed
 from safe_trainers.numerics.activations import extremes
 
 
@@ -32,6 +32,22 @@ def test_an_error_of_autocast_about_dtypes_is_one():
     assert trial_error(model, None, None) is None
     assert trial_error(model, None, "bfloat16") is None
     assert "ScalarType" in trial_error(model, None, "float16")
+
+
+def test_a_weight_without_elements_does_not_prevent_the_trial():
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
+    model.model.norm = Joining()
+    model.model.adapter = nn.Linear(0, 4)
+    assert is_loaded(model)
+    assert "ScalarType" in trial_error(model, None, "float16")
+    # ZeRO-3 replaces a weight by an empty tensor, which records its size; FSDP may load weights later.
+    model.lm_head.weight.ds_numel = model.lm_head.weight.numel()
+    assert is_loaded(model)
+    model.lm_head.weight.data = torch.empty(0)
+    assert not is_loaded(model)
+    assert trial_error(model, None, "float16") is None
+    with torch.device("meta"):
+        assert not is_loaded(nn.Linear(2, 2))
 
 
 def test_extremes_are_found_under_any_autocast():
