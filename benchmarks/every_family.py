@@ -64,8 +64,6 @@ CELLS = {
     "bf16": Cell("bfloat16", None),
     "bf16, bf16=True": Cell("bfloat16", "bf16"),
     "fp16, fp16=True, LoRA": Cell("float16", "fp16", lora=True),
-    "bf16, fp16=True, LoRA": Cell("bfloat16", "fp16", lora=True),
-    "fp16, bf16=True, LoRA": Cell("float16", "bf16", lora=True),
 }
 """The cells by name, first the one that decides whether TRL can train a family."""
 
@@ -89,11 +87,6 @@ class Subject:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-KNOWN = {
-    "evolla": "its proteins are not an input that a trial at construction can make, so that LayerNorms of "
-    "its encoder, which get two dtypes on a CPU, are not found"
-}
-"""Families that both trainers fail to train in some cells, with the reason."""
 RETRIES: tuple[dict[str, Any], ...] = ({"gradient_checkpointing": False}, {"router_aux_loss_coef": 0.0})
 """Training arguments that are tried if stock TRL crashes in float32: TRL's defaults ask for what some models lack."""
 
@@ -280,8 +273,6 @@ def measure(family: str, known: Mapping[str, Any] | None = None) -> dict[str, An
             found = {"stock": stock.to_dict(), "safe": safe.to_dict()}
             if "weights" in values and "weights" in others:
                 found |= compare(values, others)
-            if "reason" not in row and safe.outcome == "crashed" and family in KNOWN:
-                row["limit"] = KNOWN[family]
             if "trial" in others:
                 trial = others["trial"]
                 found["trial"] = trial.skipped or trial.error or "works"
@@ -356,8 +347,6 @@ def unfit(row: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, cell in {} if "reason" in row else row["cells"].items():
         stock, safe, place = cell["stock"], cell["safe"], f"{row['family']}, {name}"
-        if safe["outcome"] == stock["outcome"] == "crashed" and row["family"] in KNOWN:
-            continue
         if safe["outcome"] in ("crashed", "wrong"):
             text = safe.get("message") or "; ".join(safe["faults"])
             lines.append(f"{place}: {safe['outcome']}: {text} {safe.get('frame', '')}")

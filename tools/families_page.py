@@ -46,7 +46,6 @@ def families_page() -> str:
         *_table(trained),
         "",
         *_settings(trained),
-        *(line for row in trained if "limit" in row for line in (f"Crashes of {row['family']}: {row['limit']}.", "")),
         "## Where stock TRL fails",
         "",
         *_errors(cells),
