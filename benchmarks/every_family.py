@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import sys
 import tempfile
@@ -87,6 +88,8 @@ class Subject:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+DTYPES = re.compile(r"dtype|scalar ?type|should be the same", re.IGNORECASE)
+"""Matches PyTorch's errors about two different dtypes."""
 RETRIES: tuple[dict[str, Any], ...] = ({"gradient_checkpointing": False}, {"router_aux_loss_coef": 0.0})
 """Training arguments that are tried if stock TRL crashes in float32: TRL's defaults ask for what some models lack."""
 
@@ -342,11 +345,15 @@ def complete(row: Mapping[str, Any] | None) -> bool:
 def unfit(row: Mapping[str, Any]) -> list[str]:
     """Describes what the safe trainer does wrong in a family that stock trains in float32.
 
-    These are crashes, wrong results, refusals of what stock trains, and results that differ from those of stock.
+    These are wrong results, refusals of what stock trains, results that differ from those of stock, and crashes. A
+    crash is left out if stock crashes with the same error, and the error is not about dtypes.
     """
     lines = []
     for name, cell in {} if "reason" in row else row["cells"].items():
         stock, safe, place = cell["stock"], cell["safe"], f"{row['family']}, {name}"
+        same = stock.get("message") == safe.get("message") and not DTYPES.search(safe.get("message", ""))
+        if stock["outcome"] == safe["outcome"] == "crashed" and same:
+            continue  # the model cannot be trained in this way, in any precision
         if safe["outcome"] in ("crashed", "wrong"):
             text = safe.get("message") or "; ".join(safe["faults"])
             lines.append(f"{place}: {safe['outcome']}: {text} {safe.get('frame', '')}")

@@ -41,7 +41,8 @@ def families_page() -> str:
         "",
         "*both*: both trainers train, with bit-identical losses and weights; where they are not, the largest relative",
         "difference of the losses is given. *safe only*: stock TRL crashes or is wrong, and the safe trainer trains.",
-        "*refused*: the safe trainer fails at construction with the change to make.",
+        "*refused*: the safe trainer fails at construction with the change to make. *neither*: both crash with",
+        "the same error.",
         "",
         *_table(trained),
         "",
@@ -65,13 +66,11 @@ def _summary(cells: list[tuple[Row, str, Row]]) -> list[str]:
         lines.append(f"| {side} | {' | '.join(numbers)} |")
     both = [cell for _, _, cell in cells if cell["stock"]["outcome"] == cell["safe"]["outcome"] == "trained"]
     same = sum(cell["identical"] for cell in both)
-    furthest = max((cell["difference"] for cell in both), default=0.0)
-    return [
-        *lines,
-        "",
-        f"Where both train, losses and weights are bit-identical in {same} of {len(both)} cells. In the others the",
-        f"losses differ by at most {furthest:.1e} of their size.",
-    ]
+    text = f"Where both train, losses and weights are bit-identical in {same} of {len(both)} cells."
+    if same < len(both):
+        furthest = max(cell["difference"] for cell in both)
+        text += f" In the others the losses differ by at most {furthest:.1e} of their size."
+    return [*lines, "", text]
 
 
 def describe(cell: Row) -> str:
@@ -81,6 +80,8 @@ def describe(cell: Row) -> str:
         if stock != "trained":
             return "safe only"
         return "both" if cell["identical"] else f"both, {cell['difference']:.0e}"
+    if safe == stock == "crashed":
+        return "neither"
     return f"refused: {', '.join(cell['safe'].get('ids', []))}" if safe == "refused" else safe
 
 

@@ -88,4 +88,9 @@ def test_what_is_wrong_of_the_safe_trainer_is_reported(every_family):
     assert every_family.unfit(row("crashed", "crashed")) == ["llava, fp32: crashed: why "]
     assert every_family.unfit(row("trained", "refused")) == ["llava, fp32: refused (some-id), and stock trains it"]
     assert every_family.unfit(row("trained", "trained", difference=1e-3))
+    upstream = {"outcome": "crashed", "message": "an in-place operation"}
+    same = {"family": "llava", "cells": {"fp32": {"stock": upstream, "safe": upstream}}}
+    assert not every_family.unfit(same)
+    upstream["message"] = "mixed dtype (CPU)"
+    assert every_family.unfit(same)
     assert not every_family.unfit({**row("crashed", "crashed"), "reason": "stock TRL cannot"})
