@@ -20,8 +20,9 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ..checkpoint.mixin import ExactCheckpoints
 from ..checkpoint.trainer_state import TrainerState
-from ..core.errors import raise_if
+from ..core.errors import ContractError, raise_if
 from ..core.feature import Feature, Run
+from ..core.trl import trl_bases
 from ..media.inputs import MediaInputs
 from ..numerics.finite_watch import FiniteWatch
 from ..numerics.loss_scale import reset_unusable_scale
@@ -163,9 +164,16 @@ class PrecisionMixin(ExactCheckpoints):
         Raises:
             CheckpointError: If the checkpoint is truncated, damaged or unreadable, or `True` finds no complete one.
                 Nothing has been loaded or written at that point.
+            ContractError: If TRL's trainer was built without `Trainer.__init__`, as `PPOTrainer` is.
             PrecisionError: If a feature stops the run: the first batch overflows float16, or
                 `max_consecutive_skips` optimizer steps in a row were skipped.
         """
+        if not self._run.begun:
+            trainers = " and ".join(base.__name__ for base in trl_bases(type(self))[:1])
+            raise ContractError(
+                f"{type(self).__name__} cannot train: {trainers} was built without `Trainer.__init__`, where the "
+                f"precision of a run is decided. Use {trainers} itself"
+            )
         self._run.tell("on_train_begin")
         if not any(isinstance(callback, _Events) for callback in self.callback_handler.callbacks):
             # First in the list, so that the user's callbacks see the features' results of the step.

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Bits
 from upstream import needs_streams, towers_count_in_the_dtype_of_pixels, why_not_built
 
 from safe_trainers import (
+    ContractError,
     PrecisionBase,
     PrecisionError,
     PrecisionMixin,
@@ -567,3 +568,20 @@ def test_the_rollout_context_is_the_users_choice():
             )
             trainer.train()
     assert seen == {"training": True, "stock": False}
+
+
+def test_a_trainer_that_skips_the_constructor_of_transformers_cannot_train():
+    """A stand-in for trainers with a loop of their own, as PPO of TRL 1.9."""
+
+    class OwnLoop(trl.SFTTrainer):
+        def __init__(self, model, args):
+            self.model, self.args = model, args
+
+        def train(self):
+            pass
+
+    safe = type("SafeOwnLoop", (PrecisionMixin, OwnLoop, PrecisionBase), {})
+    made = cells.arguments(Cell("text", "sft", "fp32", None), trl.SFTConfig)
+    trainer = safe(model=tiny.build_model("text"), args=made["args"])
+    with pytest.raises(ContractError, match="SafeOwnLoop cannot train: SFTTrainer was built without"):
+        trainer.train()
