@@ -72,8 +72,8 @@ def detect_device(device: "torch.device | str | None" = None) -> Device:
     """
     import torch
 
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+    if device is None:  # a build for an accelerator names it also where there is none
+        device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or "cpu"
     device = torch.device(device)
     if device.type == "cpu":
         return Device(kind="cpu", name="CPU")

@@ -2,6 +2,7 @@
 
     python tests/compat/run.py                       # all pairs, one after another: some 15 minutes each on 2 cores
     python tests/compat/run.py --pairs trl-0.29      # one
+    python tests/compat/run.py --pairs torch-2.14           # a later torch, in its build for CUDA (5 GB)
     python tests/compat/run.py --only-install        # the environments alone
     python tests/compat/run.py --pairs trl-1.4 -- tests/test_media.py -x    # pytest there; writes nothing
 
@@ -52,11 +53,13 @@ class Pair:
         name: Of its environment.
         pins: Version by package of the stack; what is missing is the newest that the index has in our range.
         undeclared: What these versions import without declaring it.
+        torch: The release of torch; another than `TORCH` is a build for CUDA of several GB, and runs on the CPU too.
     """
 
     name: str
     pins: dict[str, str] = field(default_factory=dict)
     undeclared: tuple[str, ...] = ()
+    torch: str = TORCH
 
 
 def _pair(name: str, *versions: str, undeclared: tuple[str, ...] = ()) -> Pair:
@@ -71,6 +74,9 @@ PAIRS = (
     _pair("trl-1.9", "1.9.2", "5.14.1", "0.20.0", "1.14.0", "0.50.0", "5.2.0", undeclared=("requests", "jmespath")),
     Pair("newest"),
 )
+
+OPTIONAL = (Pair("torch-2.14", torch="torch==2.14.1"),)
+"""Pairs that run only if they are named."""
 
 NOT_CORE = {
     "tests/test_project.py": "checks the files of the project",
@@ -105,7 +111,8 @@ MARKERS = "not slow and not matrix and not gpu"
 def constraints(pair: Pair) -> str:
     """The pins of an environment: those of the project, with the pair's stack in place of its own."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if "==" in line and line.split("==")[0] not in STACK]
+    chosen = (*STACK, *(() if pair.torch == TORCH else ("torch",)))
+    kept = [line for line in lines if "==" in line and line.split("==")[0] not in chosen]
     return "\n".join([*kept, *(f"{package}=={number}" for package, number in pair.pins.items()), ""])
 
 
@@ -131,7 +138,7 @@ def environment(pair: Pair) -> Path:
     file = home / "constraints.txt"
     file.write_text(pins, encoding="utf-8")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-c", str(file)]
-    subprocess.run([*pip, TORCH], check=True)
+    subprocess.run([*pip, pair.torch], check=True)
     upgrade = ["--upgrade", *(STACK)] if newest else []
     subprocess.run([*pip, *upgrade, "-e", f"{ROOT}[quantization]", *TOOLS, *pair.undeclared], check=True)
     stamp.write_text(wanted, encoding="utf-8")
@@ -262,7 +269,7 @@ def record(name: str, result: dict[str, Any]) -> None:
     """Writes a pair's results into the file, and leaves those of the others."""
     whole = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {}
     pairs = {**whole.get("pairs", {}), name: result}
-    ordered = {pair.name: pairs[pair.name] for pair in PAIRS if pair.name in pairs}
+    ordered = {pair.name: pairs[pair.name] for pair in (*PAIRS, *OPTIONAL) if pair.name in pairs}
     content = {
         "command": "make compat",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
@@ -275,7 +282,7 @@ def record(name: str, result: dict[str, Any]) -> None:
 def main() -> int:
     """Runs what was asked for; the exit status is 0 where nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [pair.name for pair in PAIRS]
+    names = [pair.name for pair in (*PAIRS, *OPTIONAL)]
     parser.add_argument("--pairs", nargs="*", choices=names, help="these alone")
     parser.add_argument("--only-install", action="store_true", help="make the environments and stop")
     parser.add_argument("--part", choices=("core", "slice"), help="this part alone; the other's results stay")
@@ -286,7 +293,8 @@ def main() -> int:
     parser.add_argument("pytest", nargs="*", help="after `--`: run pytest with this, and record nothing")
     options = parser.parse_args()
     table, failed = Table("pair", "passed", "failed", "skipped", "seconds"), False
-    for pair in (pair for pair in PAIRS if not options.pairs or pair.name in options.pairs):
+    chosen = [pair for pair in (*PAIRS, *OPTIONAL) if pair.name in options.pairs] if options.pairs else PAIRS
+    for pair in chosen:
         python = environment(pair)
         if options.only_install:
             continue
