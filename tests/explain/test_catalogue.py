@@ -233,7 +233,7 @@ def accelerator_state():
 def fp8_needs_an_engine():
     reset_accelerate()
     try:
-        with mock.patch("accelerate.accelerator.is_torchao_available", return_value=False):  # as where it is missing
+        with mock.patch("accelerate.state.is_fp8_available", return_value=False):  # as without torchao
             Accelerator(cpu=True, mixed_precision="fp8")
     finally:
         reset_accelerate()
