@@ -58,7 +58,7 @@ class MatchDtypes(TorchFunctionMode):
 
 
 def guard_operations(module: nn.Module) -> bool:
-    """Runs the forward pass of a module in `MatchDtypes`.
+    """Runs the forward pass of a module in `MatchDtypes`; `torch.compile` leaves the module out.
 
     Args:
         module: The module.
@@ -75,8 +75,10 @@ def guard_operations(module: nn.Module) -> bool:
         with MatchDtypes():
             return function(self, *args, **kwargs)
 
-    setattr(forward, _MARK, True)
-    replace("operations", module, "forward", MethodType(forward, module))
+    # A compiled graph would not contain the mode.
+    eager = torch.compiler.disable(forward)
+    setattr(eager, _MARK, True)
+    replace("operations", module, "forward", MethodType(eager, module))
     return True
 
 

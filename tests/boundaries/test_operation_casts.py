@@ -132,6 +132,16 @@ def test_a_replaced_forward_survives_copies_and_checkpointing():
     assert copied.weight.grad.dtype == BF16
 
 
+def test_a_compiled_model_keeps_the_casts():
+    model = Outer()
+    assert guard_operations(model.inner)
+    values = torch.rand(2, 3)
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(values), model(values))
+    compiled(values).sum().backward()
+    assert model.inner.weight.grad.dtype == BF16
+
+
 def test_a_module_without_a_method_of_its_class_is_left_alone():
     model = Own()
     model.forward = lambda values: values
