@@ -46,19 +46,19 @@ def test_keyword_arguments_and_functions_are_reached():
     assert torch.equal(result, functional.conv2d(pixels.to(BF16), weight, stride=2))
 
 
-@pytest.mark.parametrize("source", [torch.tensor(0.1), nn.Parameter(torch.tensor([0.1, 0.2]), requires_grad=False)])
-def test_values_are_written_into_the_tensor_itself(source):
-    target = torch.zeros(4, dtype=BF16)
+@pytest.mark.parametrize(("held", "given"), [(BF16, FP32), (FP32, BF16), (FP16, BF16)])
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, nn.Parameter])
+def test_values_are_written_into_the_tensor_itself(kind, held, given):
+    target, values = torch.zeros(4, dtype=held), kind(torch.tensor([0.1, 0.2], dtype=given))
     mask = torch.tensor([True, False, True, False])
-    values = source.expand(2)
     with pytest.raises(RuntimeError, match="dtype"):
         target[mask] = values
-    with MatchDtypes():
+    with MatchDtypes(), torch.no_grad():
         target[mask] = values
-    assert torch.equal(target[mask], values.to(BF16))
-    with MatchDtypes():
-        merged = torch.zeros(4, dtype=BF16).masked_scatter(mask, source.expand(2))
+        merged = torch.zeros(4, dtype=held).masked_scatter(mask, values)
+    assert torch.equal(target[mask], values.to(held))
     assert torch.equal(merged, target)
+    assert merged.dtype == held
 
 
 def test_autocast_refuses_the_other_half_format_alone():
