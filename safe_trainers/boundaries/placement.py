@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..core.dtypes import FLOAT32, HALVES, join_dtypes
@@ -117,7 +118,7 @@ def widen(plan: BoundaryPlan, model: nn.Module, works: Callable[[], bool]) -> Bo
 
 
 def cast_operations(
-    plan: BoundaryPlan, model: nn.Module, processing_class: Any, autocast: str | None
+    plan: BoundaryPlan, model: nn.Module, processing_class: Any, autocast: torch.dtype | None
 ) -> tuple[BoundaryPlan, Trial]:
     """Runs a model on a sample, and places casts at the operations that fail because of their dtypes.
 
@@ -130,8 +131,11 @@ def cast_operations(
     Returns:
         The plan with the new casts, and the result of the trial with them.
     """
-    base = unwrap(model)
-    places = Places(base)
+    plain = contextlib.nullcontext()
+    trial = try_sample(model, processing_class, autocast, plain)
+    if trial.error is None:
+        return plan, trial
+    places = Places(unwrap(model))
     trial = try_sample(model, processing_class, autocast, MatchDtypes(places.add))
     if trial.error is not None or not places.operations:
         return plan, trial
@@ -142,8 +146,8 @@ def cast_operations(
         )
     )
     place(found, model)
-    # A method that cannot be replaced fails in this second trial.
-    trial = try_sample(model, processing_class, autocast, contextlib.nullcontext())
+    # A method that cannot be replaced fails in this last trial.
+    trial = try_sample(model, processing_class, autocast, plain)
     return BoundaryPlan((*plan.boundaries, *found.boundaries)), trial
 
 

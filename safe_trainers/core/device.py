@@ -72,7 +72,7 @@ def detect_device(device: "torch.device | str | None" = None) -> Device:
     """
     import torch
 
-    if device is None:  # a build for an accelerator names it also where there is none
+    if device is None:  # a build for GPUs names one on every machine
         device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or "cpu"
     device = torch.device(device)
     if device.type == "cpu":

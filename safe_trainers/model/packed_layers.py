@@ -135,7 +135,7 @@ def try_layer(layer: nn.Module, dtype: str, autocast: str | None, *, backward: b
     tensor = first_tensor(layer)
     if tensor is None or tensor.is_meta or tensor.numel() == 0:
         return None
-    context = compute_context(tensor.device, autocast)
+    context = compute_context(tensor.device, None if autocast is None else to_torch(autocast))
     if _ignores_scales(layer):
         return LayerTrial(dtype, error=f"{type(layer).__name__} multiplies with a packed weight without its scales")
     inputs = _inputs(layer, to_torch(dtype), tensor.device)

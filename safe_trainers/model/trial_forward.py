@@ -150,7 +150,8 @@ def trial_error(model: nn.Module, processing_class: Any, autocast: str | None) -
     device = next(model.parameters()).device
     try:
         inputs = sample_inputs(processing_class)
-        with undisturbed(model), compute_context(device, autocast):
+        half = None if autocast is None else to_torch(autocast)
+        with undisturbed(model), compute_context(device, half):
             for cached in _caches(model):
                 model(**{name: value.to(device) for name, value in inputs.items()}, **cached)
     except Exception as error:
@@ -163,7 +164,10 @@ def trial_error(model: nn.Module, processing_class: Any, autocast: str | None) -
 
 
 def try_sample(
-    model: nn.Module, processing_class: Any, autocast: str | None, around: contextlib.AbstractContextManager[Any]
+    model: nn.Module,
+    processing_class: Any,
+    autocast: torch.dtype | None,
+    around: contextlib.AbstractContextManager[Any],
 ) -> Trial:
     """Runs a model forward and backward on a sample, without changing the state of the run.
 
@@ -225,14 +229,14 @@ def is_loaded(model: nn.Module) -> bool:
     return not any(parameter.is_meta or parameter.numel() < elements_of(parameter) for parameter in model.parameters())
 
 
-def compute_context(device: torch.device, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
+def compute_context(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """Returns autocast to a dtype, or a null context.
 
     Args:
         device: The device.
         autocast: The autocast dtype; `None` without autocast.
     """
-    return contextlib.nullcontext() if autocast is None else torch.autocast(device.type, to_torch(autocast))
+    return contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast)
 
 
 def _first_trainables(model: nn.Module) -> list[nn.Parameter]:

@@ -22,7 +22,7 @@ from ..boundaries.placement import (
     widen,
 )
 from ..core.device import Device, detect_device
-from ..core.dtypes import HALVES
+from ..core.dtypes import HALVES, to_torch
 from ..core.errors import PrecisionError, raise_if, refuse
 from ..core.feature import Run
 from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts, takes_media
@@ -277,7 +277,8 @@ def match_operations(run: Run, model: nn.Module, processing_class: Any, dataset:
     elif run.casts_late:
         run.media_trial = Trial(skipped="an engine casts the weights later")
     else:
-        run.boundaries, run.media_trial = cast_operations(run.boundaries, model, processing_class, autocast)
+        dtype = None if autocast is None else to_torch(autocast)
+        run.boundaries, run.media_trial = cast_operations(run.boundaries, model, processing_class, dtype)
     error, function = run.media_trial.error, run.media_trial.function
     if error is not None:
         given = f"{type(unwrap(model)).__name__} with media " + (
@@ -348,7 +349,8 @@ def make_computable(
         run.joins_features = trial_error(model, processing_class, autocast) is None
         plan = plan.without_error() if run.joins_features else plan
     if plan.error is not None and len(_dtypes_that_meet(run, model, inventory) & HALVES) == 1:
-        boundaries, trial = cast_operations(BoundaryPlan(()), model, processing_class, autocast)
+        dtype = None if autocast is None else to_torch(autocast)
+        boundaries, trial = cast_operations(BoundaryPlan(()), model, processing_class, dtype)
         if trial.error is None and trial.skipped is None:
             plan = plan.without_error()
             if model is run.model:

@@ -101,8 +101,10 @@ def prepare_weights(
     problems += [unusable_head(model), quantization.repacked(model), quantization.dora_loses_scales(model)]
     quantized, autocast = None, policy.autocast.value
     compute = quantization.compute_of(autocast, inventory.weights)
-    layers = quantized_layers.measure(model, compute, autocast, float32=modules)
-    problems += quantized_layers.refusals(model, layers, compute, autocast)
+    layers: tuple[MeasuredLayers, ...] = ()
+    if quantized_layers.concerns(model):
+        layers = quantized_layers.measure(model, compute, autocast, float32=modules)
+        problems += quantized_layers.refusals(model, layers, compute, autocast)
     if is_quantized:
         exempt = [*modules, *(name for name, _ in unwrap(model).named_children() if name in HEADS)]
         quantized = quantization.plan(model, compute, exempt=exempt)
@@ -112,7 +114,8 @@ def prepare_weights(
     if quantized is not None:
         quantization.reconcile(model, quantized)
         quantization.keep_packing(model)
-    quantized_layers.apply(model, layers, compute)
+    if layers:
+        quantized_layers.apply(model, layers, compute)
     casts = (*wide, *trainables)
     apply_casts(model, casts)
     warnings = [*_half_trainables(model, trainables, context)]

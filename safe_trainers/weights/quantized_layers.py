@@ -59,6 +59,17 @@ class MeasuredLayers:
         return f"{_described(self)}: {treatment}; for {self.trial.dtype} inputs, {self.trial}"
 
 
+def concerns(model: nn.Module) -> bool:
+    """Whether a quantiser other than bitsandbytes quantised a model.
+
+    Args:
+        model: The model, possibly wrapped.
+    """
+    base = unwrap(model)
+    method = quantization_method(base)
+    return method not in KBIT and (method is not None or declared_method(base) is not None)
+
+
 def measure(
     model: nn.Module, compute: str, autocast: str | None, *, float32: Iterable[str] = (), trained: bool = True
 ) -> tuple[MeasuredLayers, ...]:
@@ -75,8 +86,7 @@ def measure(
         The layers by kind; empty if bitsandbytes quantised the model, or if it is not quantised.
     """
     base = unwrap(model)
-    method = quantization_method(base)
-    if method in KBIT or (method is None and declared_method(base) is None):
+    if not concerns(base):
         return ()
     wide = {id(part) for name in float32 for part in base.get_submodule(name).modules()}
     frozen = _without_gradient(base) if trained else {id(part) for part in base.modules()}
