@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.patches import replace
 from ..model.parts import is_quantized
+from ..model.trial_forward import is_dtype_error
 from .cast_hooks import map_floating
 
 
@@ -46,6 +47,8 @@ class MatchDtypes(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
+            if not is_dtype_error(error):
+                raise
             for dtype in _targets(func, args, kwargs):
                 try:
                     result = func(*_cast(args, dtype), **_cast(kwargs, dtype))
@@ -128,8 +131,8 @@ def _targets(func: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[torch
 
     map_floating(collect, (*args, *kwargs.values()))
     dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) < 2 or any(map(is_quantized, tensors)):
-        return
+    if len(dtypes) < 2 or kwargs.get("out") is not None or any(map(is_quantized, tensors)):
+        return  # a cast of `out` would lose the result
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or any(part in name for part in _INTO_FIRST):

@@ -76,6 +76,7 @@ def test_autocast_refuses_the_other_half_format_alone():
         lambda: torch.ones(2, 3) @ torch.ones(2, 3),
         lambda: torch.ones(2, 3) @ torch.ones(2, 3, dtype=BF16),
         lambda: torch.ones(2, 3, dtype=BF16).index_add_(0, torch.tensor([5]), torch.ones(1, 3)),
+        lambda: torch.matmul(torch.ones(2, 2), torch.ones(2, 2, dtype=BF16), out=torch.zeros(2, 2)),
     ],
 )
 def test_other_errors_are_raised_as_they_are(operation):
