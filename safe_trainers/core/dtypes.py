@@ -4,10 +4,10 @@ The package names dtypes with the strings `"float32"`, `"bfloat16"` and `"float1
 tensors are used.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .errors import PrecisionError, nearest, refuse
+from .errors import PrecisionError, Problem, nearest, refuse, warn
 
 
 if TYPE_CHECKING:
@@ -75,6 +75,34 @@ def parse_dtype(value: "str | torch.dtype", *, field: str = "dtype", allow_auto:
             )
         ]
     )
+
+
+def rename_torch_dtype(declared: Mapping[str, Any]) -> tuple[dict[str, Any], Problem | None]:
+    """Replaces `torch_dtype` in `model_init_kwargs`, which TRL overrides with its default, by `dtype`.
+
+    Args:
+        declared: The `model_init_kwargs`; not modified.
+
+    Returns:
+        The arguments to use, and a warning if TRL would have ignored `torch_dtype`; a refusal if `dtype` is also set,
+        to another dtype.
+
+    Raises:
+        PrecisionError: If both are set and one is not a dtype.
+    """
+    kept = {key: value for key, value in declared.items() if key != "torch_dtype"}
+    older = declared.get("torch_dtype")
+    if older is None:
+        return kept, None
+    given = f"model_init_kwargs={{'torch_dtype': {older!r}}}"
+    dtype = kept.get("dtype")
+    if dtype is None:
+        return {**kept, "dtype": older}, warn("torch-dtype-renamed", given, dtype=older)
+    names = [parse_dtype(value, field=f"model_init_kwargs[{name!r}]")
+             for name, value in (("torch_dtype", older), ("dtype", dtype))]  # fmt: skip
+    if names[0] == names[1]:
+        return kept, None
+    return kept, refuse("two-load-dtypes", f"{given} with 'dtype': {dtype!r}", dtype=dtype)
 
 
 def to_torch(name: str) -> "torch.dtype":

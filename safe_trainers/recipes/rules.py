@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.device import Device
-from ..core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, SHORT, parse_dtype
-from ..core.errors import Place, PrecisionError, Problem, leave_out, nearest, refuse, warn, write
+from ..core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, SHORT, parse_dtype, rename_torch_dtype
+from ..core.errors import Place, PrecisionError, Problem, leave_out, nearest, refuse, write
 from ..core.tasks import TASKS
 from ..data.checks import contradictions, out_of_range
 from ..policy.resolve import FLAG_OF, Choice, ModelFacts, Requested, resolve, resolve_compute
@@ -132,18 +132,13 @@ def _load_dtype(settings: Settings) -> Any:
 
 def _older_name(settings: Settings) -> Iterator[Problem]:
     """`torch_dtype` in `model_init_kwargs`, which TRL does not read."""
-    declared: Any = settings["model_init_kwargs"] or {}
-    older, dtype = declared.get("torch_dtype"), declared.get("dtype")
-    if older is None:
+    try:
+        renamed, problem = rename_torch_dtype(settings["model_init_kwargs"] or {})
+    except PrecisionError as error:
+        yield from (settings.finding(problem, "model_init_kwargs") for problem in error.problems)
         return
-    given = f"model_init_kwargs with torch_dtype {older}"
-    kept = {key: value for key, value in declared.items() if key != "torch_dtype"}
-    fix = write(model_init_kwargs={**kept, "dtype": dtype or older})
-    if dtype is not None and str(dtype) != str(older):
-        problem = refuse("two-load-dtypes", f"{given} and dtype {dtype}", dtype=dtype)
-    else:
-        problem = warn("torch-dtype-renamed", given, dtype=older)
-    yield settings.finding(replace(problem, fix=fix), "model_init_kwargs")
+    if problem is not None:
+        yield settings.finding(replace(problem, fix=write(model_init_kwargs=renamed)), "model_init_kwargs")
 
 
 def _dtypes(settings: Settings) -> Iterator[Problem]:

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 
 from ..core.device import Device, detect_device
-from ..core.dtypes import AUTO, FLOAT32, HALVES, SHORT, from_torch, parse_dtype
-from ..core.errors import PrecisionError, PrecisionWarning, refuse, warn
+from ..core.dtypes import AUTO, FLOAT32, HALVES, SHORT, from_torch, parse_dtype, rename_torch_dtype
+from ..core.errors import PrecisionError, PrecisionWarning, refuse
 from ..model.inventory import ModelInventory, take_inventory
 from ..policy.distributed import engine_copies, fsdp_version
 from ..policy.resolve import ModelFacts, PrecisionPolicy, Requested, resolve
@@ -129,8 +128,8 @@ def choose_load_dtype(arguments: dict[str, Any], policy: PrecisionPolicy) -> Non
         args.model_init_kwargs = {**declared, "dtype": policy.autocast.value}
 
 
-def rename_torch_dtype(args: Any) -> None:
-    """Replaces `torch_dtype` in `model_init_kwargs`, which TRL overrides with its default, by `dtype`, with a warning.
+def read_torch_dtype(args: Any) -> None:
+    """Replaces `torch_dtype` in the `model_init_kwargs` of a config by `dtype`, with a warning.
 
     Args:
         args: A TRL config.
@@ -141,31 +140,11 @@ def rename_torch_dtype(args: Any) -> None:
     declared = getattr(args, "model_init_kwargs", None)
     if not isinstance(declared, dict) or "torch_dtype" not in declared:
         return
-    given = f"model_init_kwargs={{'torch_dtype': {declared['torch_dtype']!r}}}"
-    kept = {key: value for key, value in declared.items() if key != "torch_dtype"}
-    if "dtype" in kept and load_dtype(kept) != load_dtype({"dtype": declared["torch_dtype"]}):
-        raise PrecisionError(
-            [refuse("two-load-dtypes", f"{given} with 'dtype': {kept['dtype']!r}", dtype=kept["dtype"])]
-        )
-    if "dtype" not in kept:
-        args.model_init_kwargs = {"dtype": declared["torch_dtype"], **kept}
-        problem = warn("torch-dtype-renamed", given, dtype=declared["torch_dtype"])
+    args.model_init_kwargs, problem = rename_torch_dtype(declared)
+    if problem is not None and problem.level == "error":
+        raise PrecisionError([problem])
+    if problem is not None:
         warnings.warn(str(problem), PrecisionWarning, stacklevel=4)
-    else:
-        args.model_init_kwargs = kept
-
-
-def load_dtype(declared: Mapping[str, Any]) -> str | None:
-    """Returns the dtype in which `model_init_kwargs` load a model; `None` if they do not set it.
-
-    Args:
-        declared: The `model_init_kwargs`.
-
-    Raises:
-        PrecisionError: If the dtype is misspelt.
-    """
-    asked = declared.get("dtype")
-    return None if asked is None else parse_dtype(asked, field="model_init_kwargs['dtype']")
 
 
 def spell_dtype_for_trl(args: Any) -> None:

@@ -43,7 +43,7 @@ from .from_config import (
     check_loading,
     choose_load_dtype,
     declared_policy,
-    rename_torch_dtype,
+    read_torch_dtype,
     spell_dtype_for_trl,
 )
 from .precision import Precision
@@ -104,7 +104,7 @@ class PrecisionMixin(ExactCheckpoints):
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
         if isinstance(arguments.get("args"), TrainingArguments):
-            rename_torch_dtype(arguments["args"])
+            read_torch_dtype(arguments["args"])
             check_loading(arguments, type(self))
             quantization = arguments.get("quantization_config")
             declared = declared_policy(arguments["args"], arguments.get("model"), type(self), quantization)

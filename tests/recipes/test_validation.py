@@ -412,6 +412,8 @@ def test_keys_that_are_off_and_keys_of_other_projects(line, expected):
         ("bf16", "{torch_dtype: float16, dtype: bfloat16}", ["two-load-dtypes"]),
         ("bf16", "{torch_dtype: bflaot16}", ["unknown-dtype", "torch-dtype-renamed"]),
         ("half", "{dtype: float16}", []),
+        ("bf16", "{torch_dtype: bf16, dtype: bfloat16}", []),
+        ("bf16", "{torch_dtype: bflaot16, dtype: bfloat16}", ["unknown-dtype"]),
     ],
 )
 def test_the_older_name_of_the_load_dtype_is_read(precision, kwargs, expected):
