@@ -19,20 +19,21 @@ class FiniteWatch(Feature):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._finite: list[torch.Tensor] = []
+        self._finite: torch.Tensor | None = None
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions, and checks the log-probabilities if no gradient is computed."""
         result = call()
         scores = result[0] if isinstance(result, tuple) and result else result
         if isinstance(scores, torch.Tensor) and not scores.requires_grad:
-            self._finite.append((scores < torch.inf).all())  # false for NaN; excluded tokens have -inf
+            finite = (scores < torch.inf).all()  # false for NaN; excluded tokens have -inf
+            self._finite = finite if self._finite is None else self._finite & finite
         return result
 
     def before_log(self, mode: str) -> None:
         """Warns about log-probabilities that are not finite."""
-        flags, self._finite = self._finite, []
-        if flags and not bool(torch.stack(flags).all()):
+        finite, self._finite = self._finite, None
+        if finite is not None and not bool(finite):
             given = f"log-probabilities of completions up to step {self.run.step}"
             self.run.warn_once(warn("logps-not-finite", given))
 

@@ -1,9 +1,10 @@
 """`PrecisionBase`, the class below TRL's trainer, and the construction of a run."""
 
 import contextlib
+import functools
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -192,11 +193,13 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
     check_fused_head(run, guard, model)
     # DeepSpeed casts the weights when it is initialised, after the inventory.
     run.casts_late = getattr(run.args, "deepspeed_plugin", None) is not None
+    run.boundaries = BoundaryPlan(())
     place_boundaries(run, model, take_inventory(model) if run.weights.casts else inventory)
     found = [problem for feature in run.features for problem in feature.check(model)]
     raise_if(problem for problem in found if problem.level == "error")
-    unify_mixed_weights(run, model, processing_class, dataset)
-    match_operations(run, model, processing_class, dataset)
+    media = functools.cache(lambda: processing_class if _has_media(dataset) else None)
+    unify_mixed_weights(run, model, media)
+    match_operations(run, model, media)
     for warning in (*run.policy.warnings, *run.weights.warnings, *found):
         run.warn_once(warning, key=str(warning))
     if run.is_main:
@@ -208,10 +211,9 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
 def place_boundaries(run: Run, model: nn.Module, inventory: ModelInventory) -> None:
     """Plans and places the dtype boundaries of the policy model, whose current inventory is passed."""
     run.inventory = inventory
-    operations = run.boundaries.operations if hasattr(run, "boundaries") else ()
     plan = plan_boundaries(run.policy, inventory, run.casts_late, features=not run.joins_features)
     place(plan, model)
-    run.boundaries = BoundaryPlan((*plan.boundaries, *operations))
+    run.boundaries = BoundaryPlan((*plan.boundaries, *run.boundaries.operations))
 
 
 def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
@@ -243,15 +245,16 @@ def check_fused_head(run: Run, guard: AdapterGuard, model: nn.Module) -> None:
         raise PrecisionError([refuse("fused-head-is-not-float32", given)])
 
 
-def unify_mixed_weights(run: Run, model: nn.Module, processing_class: Any, dataset: Any) -> None:
+def unify_mixed_weights(run: Run, model: nn.Module, media_processor: Callable[[], Any]) -> None:
     """Runs a trial forward pass of a model with weights of several dtypes, and casts as few as possible if it fails.
 
-    The trial uses the kind of input that the dataset has. Raises `PrecisionError` if the model still cannot compute.
+    The trial uses the kind of input that the dataset has; `media_processor` returns `None` for text. Raises
+    `PrecisionError` if the model still cannot compute.
     """
     packed = has_packed_towers(model)
     if not packed and not _has_mixed_dtypes(run, model, run.inventory):
         return
-    media = processing_class if _has_media(dataset) else None
+    media = media_processor()
     if packed and media is not None:
         refuse_packed_casts(model, media, run.trainer.media_keys, run.policy.autocast.value)
     plan = make_computable(run, model, run.inventory, media)
@@ -263,14 +266,17 @@ def unify_mixed_weights(run: Run, model: nn.Module, processing_class: Any, datas
         run.boundaries = widen(run.boundaries, model, lambda: trial_error(model, media, autocast) is None)
 
 
-def match_operations(run: Run, model: nn.Module, processing_class: Any, dataset: Any) -> None:
+def match_operations(run: Run, model: nn.Module, media_processor: Callable[[], Any]) -> None:
     """Runs a sample image or sound through a model in half precision, and casts where operations get two dtypes.
 
     Raises `PrecisionError` if the model cannot compute with media.
     """
     autocast = run.policy.autocast.value
     half = autocast is not None or bool(run.inventory.weights & HALVES)
-    if not half or not takes_media(model, run.trainer.media_keys) or not _has_media(dataset):
+    if not half or not takes_media(model, run.trainer.media_keys):
+        return
+    media = media_processor()
+    if media is None:
         return
     if not run.settings.media_trial:
         run.media_trial = Trial(skipped="`media_trial=False`")
@@ -278,7 +284,7 @@ def match_operations(run: Run, model: nn.Module, processing_class: Any, dataset:
         run.media_trial = Trial(skipped="an engine casts the weights later")
     else:
         dtype = None if autocast is None else to_torch(autocast)
-        run.boundaries, run.media_trial = cast_operations(run.boundaries, model, processing_class, dtype)
+        run.boundaries, run.media_trial = cast_operations(run.boundaries, model, media, dtype)
     error, function = run.media_trial.error, run.media_trial.function
     if error is not None:
         given = f"{type(unwrap(model)).__name__} with media " + (

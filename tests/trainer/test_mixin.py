@@ -395,7 +395,12 @@ def test_the_dataloader_moves_media_as_decided():
     assert trainer.data_collator is own  # TRL asks for its type
 
 
+OPENED = []
+"""Grows with each time that the stream is read from its beginning."""
+
+
 def pictures_one_by_one():
+    OPENED.append(1)
     yield from cells.dataset("grpo", "smolvlm")
 
 
@@ -405,7 +410,12 @@ def test_a_stream_with_pictures_is_asked_with_a_picture():
     made = cells.arguments(Cell("smolvlm", "grpo", "bf16", None), trl.GRPOConfig, model_init_kwargs=None)
     stream = IterableDataset.from_generator(pictures_one_by_one)
     assert stream.column_names is None
+    OPENED.clear()
+    trl.GRPOTrainer(**{**made, "model": model, "train_dataset": stream})
+    stock = len(OPENED)
+    OPENED.clear()
     trainer = SafeGRPOTrainer(**{**made, "model": model, "train_dataset": stream})
+    assert len(OPENED) == stock + 1
     assert "media trial" in trainer.precision.report.facts
     trainer.train()
 
