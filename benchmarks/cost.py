@@ -19,18 +19,13 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import quiet  # noqa: F401  (sets the environment)
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-os.environ.update(TOKENIZERS_PARALLELISM="false", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-warnings.simplefilter("ignore")
 
 RESULT = Path(os.environ.get("COST_OUT", Path(__file__).parent / "results" / "cost.json"))
 PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft", "accelerate")

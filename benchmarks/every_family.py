@@ -27,12 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import quiet  # noqa: F401  (sets the environment)
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-warnings.simplefilter("ignore")
 
 RESULT = Path(__file__).parent / "results" / "every_family.jsonl"
 PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft")
@@ -106,9 +102,7 @@ def run_cell(subject: Subject, cell: Cell, safe: bool) -> Any:
         The outcome, and the losses and trained weights; no weights if it did not train.
     """
     import torch
-    from matrix_cell import LOSS_SCALE, Outcome, findings_in, fresh, judge_error
-
-    from safe_trainers.core.errors import PrecisionWarning
+    from matrix_cell import LOSS_SCALE, Outcome, conclude, fresh, judge_error
 
     fresh()
     outcome, started, trainer, values = Outcome(), time.perf_counter(), None, {}
@@ -136,11 +130,7 @@ def run_cell(subject: Subject, cell: Cell, safe: bool) -> Any:
                 outcome.faults.append(f"adapters in {', '.join(narrow)}")
         except Exception as error:  # every error is a result
             judge_error(error, built=trainer is not None, outcome=outcome)
-    if outcome.faults:
-        outcome.outcome = "wrong"
-    precision = [str(entry.message) for entry in said if issubclass(entry.category, PrecisionWarning)]
-    outcome.warned = sorted({found for text in precision for found in findings_in(text)})
-    outcome.seconds = round(time.perf_counter() - started, 2)
+    conclude(outcome, said, started)
     del trainer
     fresh()
     torch.manual_seed(0)

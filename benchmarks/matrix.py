@@ -18,7 +18,6 @@ import platform
 import random
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -28,13 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
-os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-warnings.simplefilter("ignore")
-
+import quiet  # noqa: F401  (sets the environment)
 from rich.console import Console
 from rich.table import Table
 

@@ -119,13 +119,24 @@ def run_cell(cell: Cell, safe: bool, **changes: Any) -> Outcome:
             outcome.faults = list(dict.fromkeys(train(trainer, cell)))
         except Exception as error:  # every error is a result
             judge_error(error, built=trainer is not None, outcome=outcome)
+    conclude(outcome, said, started)
+    fresh()
+    return outcome
+
+
+def conclude(outcome: Outcome, said: list[warnings.WarningMessage], started: float) -> None:
+    """Completes an outcome after its run.
+
+    Args:
+        outcome: The outcome, with its faults.
+        said: The warnings of the run.
+        started: When the run began, of `time.perf_counter`, in seconds.
+    """
     if outcome.faults:
         outcome.outcome = "wrong"
     precision = [str(entry.message) for entry in said if issubclass(entry.category, PrecisionWarning)]
     outcome.warned = sorted({found for text in precision for found in findings_in(text)})
     outcome.seconds = round(time.perf_counter() - started, 2)
-    fresh()
-    return outcome
 
 
 def fresh() -> None:

@@ -4,6 +4,7 @@ import json
 import statistics
 from pathlib import Path
 
+import benchmark_modules
 import pytest
 
 
@@ -12,16 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def cost(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    # What the benchmark sets for its own process is put back after the test.
-    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    import cost
-
-    return cost
+    return benchmark_modules.load(monkeypatch, "cost")
 
 
 def test_bytes_are_those_of_the_tensors(cost):

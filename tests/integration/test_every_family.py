@@ -3,6 +3,7 @@
 from importlib.metadata import version
 from pathlib import Path
 
+import benchmark_modules
 import pytest
 import torch
 from packaging.version import Version
@@ -17,16 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def every_family(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    # What the benchmark sets for its own processes is put back after the test.
-    quiet = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE")
-    for name in (*quiet, "HF_HUB_OFFLINE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    import every_family
-
-    return every_family
+    return benchmark_modules.load(monkeypatch, "every_family")
 
 
 def test_the_results_cover_the_families_of_the_auto_classes(every_family):

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+import benchmark_modules
 import pytest
 from packaging.version import Version
 
@@ -15,16 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def matrix(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    # What the benchmark sets for its own processes is put back after the test.
-    quiet = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE")
-    for name in (*quiet, "HF_HUB_OFFLINE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    import matrix
-
-    return matrix
+    return benchmark_modules.load(monkeypatch, "matrix")
 
 
 JOINED = "qwen2_5_vl-sft-fp16-bf16-full-beta0"
