@@ -10,6 +10,7 @@ from typing import Any
 import cost_section
 import expected
 import not_finite_section
+from results import read_rows, versions_of
 
 
 ROOT = Path(__file__).parent.parent
@@ -21,8 +22,7 @@ MODES = [(weights, flag) for weights in ("fp32", "bf16", "fp16") for flag in ("n
 
 def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Reads the heading and the rows of the results."""
-    heading, *rows = map(json.loads, RESULT.read_text(encoding="utf-8").splitlines())
-    return heading, rows
+    return read_rows(RESULT)
 
 
 def _specs() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _fault(fault: str) -> str:
 def page() -> str:
     """Returns `evidence.md`."""
     heading, rows = read()
-    versions = ", ".join(f"{package} {number}" for package, number in heading["versions"].items())
+    versions = versions_of(heading)
     lines = [
         "# Comparison with stock TRL",
         "",

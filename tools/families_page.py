@@ -1,27 +1,20 @@
 """Writes the page about all multimodal families of transformers, from the results of a benchmark."""
 
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+
+from results import Row, read_rows, versions_of
 
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "every_family.jsonl"
-Row = dict[str, Any]
-
-
-def read() -> tuple[Row, list[Row]]:
-    """Reads the heading and the rows of the committed results."""
-    heading, *rows = map(json.loads, RESULT.read_text(encoding="utf-8").splitlines())
-    return heading, rows
 
 
 def families_page() -> str:
     """Returns `families.md`."""
-    heading, rows = read()
+    heading, rows = read_rows(RESULT)
     trained = [row for row in rows if "reason" not in row]
     cells = [(row, name, cell) for row in trained for name, cell in row["cells"].items()]
-    versions = ", ".join(f"{package} {number}" for package, number in heading["versions"].items())
+    versions = versions_of(heading)
     lines = [
         "# All multimodal families",
         "",

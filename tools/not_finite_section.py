@@ -1,8 +1,9 @@
 """The section of `docs/evidence.md` about NaN and infinity, from the results of `benchmarks/not_finite.py`."""
 
-import json
 from collections import Counter
 from pathlib import Path
+
+from results import read_rows, versions_of
 
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "not_finite.jsonl"
@@ -11,8 +12,8 @@ OUTCOMES = ("stopped", "skipped", "reported", "unharmed", "excluded", "silent")
 
 def section() -> list[str]:
     """Returns the lines of the section."""
-    heading, *rows = map(json.loads, RESULT.read_text(encoding="utf-8").splitlines())
-    versions = ", ".join(f"{package} {number}" for package, number in heading["versions"].items())
+    heading, rows = read_rows(RESULT)
+    versions = versions_of(heading)
     total = {side: Counter(row[side] for row in rows) for side in ("stock", "safe")}
     precisions = ", ".join(dict.fromkeys(row["precision"] for row in rows))
     lines = [
