@@ -171,8 +171,9 @@ def try_sample(
 ) -> Trial:
     """Runs a model forward and backward on a sample, without changing the state of the run.
 
-    The backward pass goes to the first trainable parameter of each tower and to those of the modules around the text
-    model, so that its gradients need little memory.
+    The backward pass is run if the model's code has a `torch.autograd.Function`, because PyTorch's own operations have
+    a backward pass for each dtype that their forward pass accepts. It goes to the first trainable parameter of each
+    tower and to those of the modules around the text model, so that its gradients need little memory.
 
     Args:
         model: The model, possibly wrapped by PEFT.
@@ -195,7 +196,7 @@ def try_sample(
             with compute_context(device, autocast), around:
                 output = model(**inputs, **_caches(model)[-1])
             logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output[0]
-            if logits.requires_grad:
+            if logits.requires_grad and _has_own_function(logits):
                 torch.autograd.grad(logits.float().sum(), first, allow_unused=True)
     except Exception as error:
         seconds = perf_counter() - begin
@@ -248,6 +249,20 @@ def _first_trainables(model: nn.Module) -> list[nn.Parameter]:
     own = [parameter for module in parts.containers for parameter in module.parameters(recurse=False)]
     firsts = (next((p for p in tower.parameters() if p.requires_grad), None) for tower in parts.towers.values())
     return [parameter for parameter in (*own, *firsts) if parameter is not None and parameter.requires_grad]
+
+
+def _has_own_function(output: torch.Tensor) -> bool:
+    """Whether a Python class defines the backward pass of an operation that led to a tensor."""
+    pending, seen = [output.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+    return False
 
 
 def _failed_function(error: Exception) -> str | None:
