@@ -24,6 +24,8 @@ from .parts import elements_of, find_parts, is_quantized, unwrap
 logger = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Types of attributes that cannot change in place."""
+_TABLES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has, such as its parameters and hooks, which are no state of a forward pass."""
 _DTYPE_ERROR = re.compile(r"dtype|scalar ?type|should be the same", re.IGNORECASE)
 """Matches PyTorch's errors about two different dtypes, on CPU and CUDA."""
 
@@ -61,13 +63,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         model: The model that is called in the block.
     """
     modules = list(model.modules())
-    attributes = [{k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)} for module in modules]
+    own = [{name: value for name, value in vars(module).items() if name not in _TABLES} for module in modules]
+    attributes = [{name: value for name, value in kept.items() if isinstance(value, _PLAIN)} for kept in own]
     buffers = [dict(module._buffers) for module in modules]
     values = {id(b): b.clone() for held in buffers for b in held.values() if b is not None and not b.is_meta}
     device = next(itertools.chain(model.parameters(), model.buffers())).device
     devices = [device] if device.type not in {"cpu", "meta"} else []
     forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-    with forked, _restored_generators(modules), torch.no_grad():
+    with forked, _restored_generators(itertools.chain(*(kept.values() for kept in own))), torch.no_grad():
         for module in modules:
             # In evaluation mode, bitsandbytes on CPU repacks the weights of a layer permanently.
             module.training = any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
@@ -84,9 +87,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restored_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores the global random generators of Python and NumPy, and those that are attributes of modules."""
-    own = [value for module in modules for value in vars(module).values()]
+def _restored_generators(own: Iterable[Any]) -> Iterator[None]:
+    """Restores the global random generators of Python and NumPy, and those among the attributes of modules."""
     before: list[Callable[[], Any]] = [partial(random.setstate, random.getstate())]
     before.append(partial(np.random.set_state, np.random.get_state()))
     for value in own:
