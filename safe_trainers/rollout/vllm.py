@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from ..core.device import Device
 from ..core.dtypes import FLOAT16, FLOAT32, HALVES, KBIT, SHORT, parse_dtype
@@ -84,6 +84,24 @@ def refusals(model: nn.Module, dtype: str | None, colocated: bool, fsdp: bool = 
     if colocated and prequantised and packed:
         given = f"a checkpoint that bitsandbytes packed, {base.config._name_or_path!r}, with use_vllm=True"
         yield refuse("vllm-holds-packed-weights", given, fix="the unquantised checkpoint, with `quantization_config`")
+    stored = _stored_quantization(base) if colocated and method is None and not prequantised else None
+    if stored is not None:
+        given = f"a model dequantised from {base.config._name_or_path!r}, a checkpoint of {stored}, with use_vllm=True"
+        fix = "save it with `model.save_pretrained(folder)`, and pass the folder as `model`"
+        yield refuse("vllm-holds-packed-weights", given, fix=fix)
+
+
+def _stored_quantization(base: Any) -> str | None:
+    """Returns the quantiser of the checkpoint that a model was loaded from, and from which vLLM loads its weights."""
+    name = getattr(getattr(base, "config", None), "_name_or_path", "")
+    if not name:
+        return None
+    try:
+        stored = PretrainedConfig.get_config_dict(name, local_files_only=True)[0]
+    except (OSError, ValueError):  # the engine cannot load such a checkpoint, and raises its own error
+        return None
+    quantization = stored.get("quantization_config")
+    return None if not quantization else str(quantization.get("quant_method", "an unknown quantiser"))
 
 
 def engine_kwargs(

@@ -28,6 +28,7 @@ from safe_trainers import tiny
 from safe_trainers.core.errors import PrecisionError
 from safe_trainers.model.inventory import bits, quantization_method
 from safe_trainers.model.parts import HEADS, is_quantized
+from safe_trainers.rollout import vllm
 from safe_trainers.weights.bitsandbytes import plan
 from safe_trainers.weights.bitsandbytes_loading import (
     asked_quantization,
@@ -416,6 +417,22 @@ def test_what_was_dequantised_while_it_was_loaded_is_not_refused(tmp_path):
     folder = rewritten(tmp_path / "mxfp4", tiny.save("gpt_oss", tmp_path / "oss"), {"quant_method": "mxfp4"}, as_mxfp4)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))
     assert quantization_method(model) is None
+
+
+@needs_packed_without_kernels
+def test_vllm_is_refused_for_a_model_dequantised_from_a_packed_checkpoint(tmp_path):
+    """vLLM would load the packed weights of the checkpoint."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
+    folder = rewritten(tmp_path / "fp8", tiny.save("text", tmp_path / "text", dtype="bfloat16"), fp8, as_fp8)
+    asked = FineGrainedFP8Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked)
+    (problem,) = vllm.refusals(model, None, colocated=True)
+    assert problem.id == "vllm-holds-packed-weights"
+    assert "a checkpoint of fp8" in problem.what
+    assert "`model.save_pretrained(folder)`" in str(problem.fix)
+    assert not list(vllm.refusals(model, None, colocated=False))  # a server's own model is compared when it is asked
+    model.save_pretrained(tmp_path / "dense")  # the advice
+    assert not list(vllm.refusals(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), None, colocated=True))
 
 
 def test_a_quantiser_whose_layers_round_their_inputs_is_refused_by_name(tmp_path):
