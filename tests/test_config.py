@@ -41,7 +41,8 @@ def test_the_config_is_trls_with_the_precision_settings(config):
     assert added == {f.name for f in dataclasses.fields(PrecisionArguments)} == {
         "precision", "rollout_compute", "adapter_dtype", "upcast_trainables", "fp32_modules", "save_dtype",
         "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor", "loss_scale_backoff_factor",
-        "max_consecutive_skips", "overflow_probe_steps", "media_trial", "precision_metrics", "sync_lost_limit",
+        "max_consecutive_skips", "overflow_probe_steps", "keep_frozen_casts", "media_trial", "precision_metrics",
+        "sync_lost_limit",
         "precision_report", "adapter_sync", "rollout_correction", "old_logps",
     }  # fmt: skip
 

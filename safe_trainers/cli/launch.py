@@ -216,7 +216,7 @@ def _describe(status: int) -> str:
 @contextlib.contextmanager
 def _no_orphans() -> Iterator[None]:
     """Ends all processes that were started in the `with` block, also if this process gets SIGTERM."""
-    import psutil  # type: ignore[import-untyped]  # accelerate brings it
+    import psutil
 
     def on_sigterm(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)

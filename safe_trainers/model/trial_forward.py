@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Types of attributes that cannot change in place."""
 _TABLES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that every module has, such as its parameters and hooks, which are no state of a forward pass."""
+"""Attributes that every module has, such as its parameters and hooks, which a forward pass does not change."""
 _DTYPE_ERROR = re.compile(r"dtype|scalar ?type|should be the same", re.IGNORECASE)
 """Matches PyTorch's errors about two different dtypes, on CPU and CUDA."""
 

@@ -147,6 +147,10 @@ class PrecisionSettings:
             `"native"` sends the base once and then only the factors. Adapters that vLLM does not apply are merged.
         media_trial: Whether a model in half precision runs a sample image or sound forward and backward at
             construction, if the dataset has media. Operations that get two dtypes are found in it, and get casts.
+        keep_frozen_casts: Whether autocast keeps its casts of frozen float32 weights while completions are generated
+            and scored, instead of making them for every token. The values are the same. The casts take half the bytes
+            of these weights until the loss is computed; they are not kept if they would take more than half of the
+            free memory.
         precision_metrics: Whether `precision/...` metrics are logged with TRL's metrics.
         precision_report: `"log"` prints the precision report once, to standard error, after the first optimizer step;
             `"file"` writes it as `precision_report.json` into `output_dir`; `"off"` makes none unless
@@ -205,6 +209,9 @@ class PrecisionSettings:
     )
     media_trial: bool = field(
         default=True, metadata={"help": "Whether a sample image or sound is run through the model at construction."}
+    )
+    keep_frozen_casts: bool = field(
+        default=True, metadata={"help": "Whether rollouts keep the casts of frozen float32 weights between tokens."}
     )
     precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
     precision_report: str = field(

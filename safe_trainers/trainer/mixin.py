@@ -33,6 +33,7 @@ from ..report.contract_watch import ContractWatch
 from ..report.reporter import Reporter
 from ..rollout.alignment import RolloutAlignment
 from ..rollout.correction import RolloutCorrection
+from ..rollout.kept_casts import KeptCasts
 from ..rollout.mismatch_meter import MismatchMeter, check_reward_weights
 from ..rollout.truncation import TruncationCorrection
 from ..weights import fp32_modules
@@ -67,6 +68,7 @@ class PrecisionMixin(ExactCheckpoints):
     features: ClassVar[tuple[type[Feature], ...]] = (
         MediaInputs,
         RolloutAlignment,
+        KeptCasts,
         TruncationCorrection,
         RolloutCorrection,
         MismatchMeter,

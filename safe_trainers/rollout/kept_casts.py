@@ -1,0 +1,117 @@
+"""Keeps autocast's casts of frozen weights from one forward pass to the next, while completions are made and scored.
+
+Autocast stores its cast of a float32 weight until it ends, but only if the weight requires a gradient. A frozen one is
+cast again in each forward pass: for every token that `generate` samples. While the policy generates or is scored
+without gradients, the frozen weights are marked as requiring gradients, so that autocast stores their casts too. The
+values are the same. The stored casts are freed at the end, before the loss is computed.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from ..core.feature import Feature, Run
+from ..core.trl import uses_continuous_batching
+from ..model.parts import unwrap
+
+
+FREE_SHARE = 0.5
+"""Largest share of the free memory that stored casts may take."""
+
+
+class KeptCasts(Feature):
+    """Stores autocast's casts of frozen weights during rollouts and scoring, if the memory suffices.
+
+    Attributes:
+        nbytes: The largest number of bytes of stored casts so far.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.nbytes = 0
+        self._scored: Any = None
+
+    def before_scoring(self, inputs: Mapping[str, Any]) -> None:
+        """Remembers the model that is scored: the policy or the reference model."""
+        self._scored = inputs.get("model")
+
+    def around_rollout(self, call: Callable[[], Any]) -> Any:
+        """Generates one turn. vLLM and continuous batching hold their own weights."""
+        if getattr(self.run.args, "use_vllm", False) or uses_continuous_batching(self.run.args):
+            return call()
+        with self._kept(self.run.model):
+            return call()
+
+    def around_scoring(self, call: Callable[[], Any]) -> Any:
+        """Scores completions in one or several forward passes. With gradients, as in losses, nothing is stored."""
+        model, self._scored = self._scored, None
+        if torch.is_grad_enabled() or not isinstance(model, nn.Module):
+            return call()
+        with self._kept(model):
+            return call()
+
+    def _kept(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        run = self.run
+        compiled = getattr(run.args, "torch_compile", False)  # a changed `requires_grad` would compile the model again
+        if not run.settings.keep_frozen_casts or run.policy.autocast.value is None or run.sharded or compiled:
+            return contextlib.nullcontext()
+        weights = frozen_weights(unwrap(model))
+        nbytes = sum(weight.numel() for weight in weights) * 2
+        device = run.accelerator.device
+        if nbytes > FREE_SHARE * free_memory(device):
+            return contextlib.nullcontext()
+        self.nbytes = max(self.nbytes, nbytes)
+        return casts_kept(weights, device)
+
+
+@contextlib.contextmanager
+def casts_kept(weights: list[nn.Parameter], device: torch.device) -> Iterator[None]:
+    """Makes autocast store its casts of trainable and of frozen weights until the block ends.
+
+    Args:
+        weights: The frozen weights; they are marked as requiring gradients in the block.
+        device: The device of autocast.
+    """
+    kind = device.type
+    # Autocast frees its casts when its outermost context ends, which the model's own would be in each forward pass.
+    outer = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+    try:
+        for weight in weights:
+            weight.requires_grad = True
+        with outer:
+            yield
+    finally:
+        for weight in weights:
+            weight.requires_grad = False
+
+
+def frozen_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the frozen float32 matrices of a model, whose casts autocast does not store.
+
+    Args:
+        model: The model, without wrappers.
+    """
+    return [
+        parameter
+        for parameter in model.parameters()
+        if type(parameter) is nn.Parameter
+        and not parameter.requires_grad
+        and parameter.dtype == torch.float32
+        and parameter.ndim > 1
+    ]
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the number of bytes that can be allocated on a device.
+
+    Args:
+        device: A CUDA device, or another one whose memory is that of the machine.
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return int(psutil.virtual_memory().available)
