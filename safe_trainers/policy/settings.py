@@ -17,6 +17,7 @@ OLD_LOGPS = SCORED, LOSS = ("scored", "loss")
 ADAPTER_SYNC = MERGED, NATIVE = ("merged", "native")
 ADAPTER_DTYPES = (AUTO, FLOAT32, BFLOAT16)
 LOG, FILE, OFF = REPORT_MODES = ("log", "file", "off")
+MEDIA_SHARING = IDENTICAL, ALWAYS, _ = ("identical", "always", OFF)
 
 LARGEST_SCALE = 2.0**126
 """The largest loss scale whose reciprocal, by which gradients are multiplied, is a normal float32 number."""
@@ -106,6 +107,7 @@ ACCEPTED: Mapping[str, Accepts] = {
     "sync_lost_limit": Accepts(Range(0, 1), "share-out-of-range"),
     "old_logps": Accepts(OLD_LOGPS, "unknown-choice"),
     "adapter_sync": Accepts(ADAPTER_SYNC, "unknown-choice"),
+    "share_media_features": Accepts(MEDIA_SHARING, "unknown-choice"),
     "precision_report": Accepts(REPORT_MODES, "unknown-choice"),
 }
 """The accepted values of each setting. `resolve` checks dtypes, and settings that depend on the device."""
@@ -151,6 +153,9 @@ class PrecisionSettings:
             and scored, instead of making them for every token. The values are the same. The casts take half the bytes
             of these weights until the loss is computed; they are not kept if they would take more than half of the
             free memory.
+        share_media_features: Whether a tower runs once for all equal images of a batch, while no gradient flows into
+            it: `"identical"` if the features are bit-identical, which is measured for each shape of a batch;
+            `"always"`; or `"off"`.
         precision_metrics: Whether `precision/...` metrics are logged with TRL's metrics.
         precision_report: `"log"` prints the precision report once, to standard error, after the first optimizer step;
             `"file"` writes it as `precision_report.json` into `output_dir`; `"off"` makes none unless
@@ -212,6 +217,10 @@ class PrecisionSettings:
     )
     keep_frozen_casts: bool = field(
         default=True, metadata={"help": "Whether rollouts keep the casts of frozen float32 weights between tokens."}
+    )
+    share_media_features: str = field(
+        default=IDENTICAL,
+        metadata={"help": "Whether towers run once for equal images: identical (if bit-identical), always or off."},
     )
     precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
     precision_report: str = field(

@@ -14,14 +14,17 @@ from torch import nn
 
 from ..core.coverage import COVERED, UNCOVERED
 from ..core.dtypes import BFLOAT16, FLOAT32, KBIT, SHORT, from_torch, join_dtypes
-from ..core.errors import Problem, warn
+from ..core.errors import Fix, Problem, warn
 from ..core.feature import Run
 from ..media.inputs import MediaInputs
+from ..media.shared_features import SharedFeatures
 from ..model.inventory import BUFFERS, HEAD, CountContext, Group, count_groups
 from ..model.parts import unwrap
 from ..policy.distributed import Engine, engine_copies
 from ..policy.resolve import PrecisionPolicy
+from ..policy.settings import ALWAYS
 from ..rollout.alignment import RolloutAlignment
+from ..rollout.kept_casts import KeptCasts, frozen_weights
 from ..weights.cast import grouped
 from ..weights.quantized_layers import AS_LOADED, IN_FLOAT32, layer_of
 from .contract_watch import broken_guarantees
@@ -312,6 +315,29 @@ def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
     for decision in run.feature(MediaInputs).decisions:
         if decision.dtype is not None:
             yield decision.key, f"cast to {decision.dtype}", decision.reason
+    kept = run.feature(KeptCasts).nbytes
+    if kept:
+        text = f"autocast keeps {_megabytes(kept)} of casts of frozen weights"
+        yield "rollout", text, "stock casts these weights for every token"
+    if run.feature(SharedFeatures).shares:
+        same = run.settings.share_media_features != ALWAYS
+        yield "towers", "run once for equal images of a batch", "bit-identical features" if same else "asked for"
+
+
+def _megabytes(nbytes: int) -> str:
+    """Formats a number of bytes."""
+    return f"{nbytes / 2**20:,.1f} MB"
+
+
+def _frozen_in_float32(run: Run) -> Iterator[Problem]:
+    """Notes the memory of frozen float32 matrices of which autocast computes with rounded copies."""
+    autocast = run.policy.autocast.value
+    nbytes = 0 if autocast is None else sum(4 * weight.numel() for weight in frozen_weights(unwrap(run.model)))
+    if nbytes:
+        text = f"{_megabytes(nbytes)} of frozen float32 matrices compute in {autocast}; stored in it, they take half"
+        by_name = Fix(settings=(("model_init_kwargs", {"dtype": autocast}),))
+        live = Fix(f"`dtype=torch.{autocast}` in `from_pretrained`")
+        yield Problem(text, fix=live if run.model_is_live else by_name, level="note")
 
 
 def _to(members: list[Any]) -> str:
@@ -332,6 +358,7 @@ def _verdicts(run: Run, groups: tuple[Group, ...], planned: tuple[Group, ...] | 
             yield Problem(f"{coverage.area} is not covered: {coverage.detail}", level="note")
     if planned is not None:
         yield from (replace(problem, why="") for problem in broken_guarantees(run.coverage))
+    yield from _frozen_in_float32(run)
     if planned is None:
         yield Problem("planned; the first optimizer step that is not skipped confirms it", level="note")
         return

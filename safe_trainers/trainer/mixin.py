@@ -24,6 +24,7 @@ from ..core.errors import ContractError, raise_if
 from ..core.feature import Feature, Run
 from ..core.trl import trl_bases
 from ..media.inputs import MediaInputs
+from ..media.shared_features import SharedFeatures
 from ..numerics.finite_watch import FiniteWatch
 from ..numerics.loss_scale import reset_unusable_scale
 from ..numerics.overflow_probe import OverflowProbe
@@ -67,6 +68,7 @@ class PrecisionMixin(ExactCheckpoints):
     config_class: ClassVar[type | None] = None
     features: ClassVar[tuple[type[Feature], ...]] = (
         MediaInputs,
+        SharedFeatures,
         RolloutAlignment,
         KeptCasts,
         TruncationCorrection,

@@ -181,3 +181,20 @@ def test_nothing_is_kept_without_frozen_float32_weights_under_autocast(cell):
     trainer = build(cell, steps=1)
     trainer.train()
     assert trainer._run.feature(kept_casts.KeptCasts).nbytes == 0
+
+
+def test_the_report_has_the_bytes_of_frozen_weights_and_the_line_that_halves_them():
+    cell = Cell("text", "grpo", "fp32", "bf16", lora=True)
+    trainer = build(cell, steps=1)
+    trainer.train()
+    (note,) = (verdict for verdict in trainer.precision.report.verdicts if "frozen" in verdict.what)
+    assert str(note.fix) == "`model_init_kwargs={'dtype': 'bfloat16'}`"
+    stored = sum(4 * weight.numel() for weight in kept_casts.frozen_weights(trainer.model))
+    assert note.what.startswith(f"{stored / 2**20:.1f} MB of frozen float32 matrices compute in bfloat16")
+    (change,) = (row for row in trainer.precision.report.table("changed from stock").rows if "autocast keeps" in str(row[1]))
+    assert f"{stored / 2 / 2**20:.1f} MB" in str(change[1])
+
+    trainer = build(cell, steps=1, **dict(note.fix.settings))  # the advice
+    trainer.train()
+    assert not [verdict for verdict in trainer.precision.report.verdicts if "frozen" in verdict.what]
+    assert sum(p.nbytes for p in trainer.model.parameters() if p.ndim > 1 and not p.requires_grad) == stored / 2

@@ -1,0 +1,318 @@
+"""Runs towers once for each distinct image of a batch, where TRL's batches repeat an image for each completion.
+
+The `get_*_features` methods of a model get the distinct images only, and their result is repeated. This is done while
+no gradient flows into the tower, and, by default, only if the features are bit-identical: kernels may choose another
+order of summation for another number of images, so each combination of shapes is computed both ways once.
+"""
+
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.feature import Feature, Run
+from ..core.patches import replace
+from ..model.parts import FEATURE_METHODS, find_parts, is_quantized
+from ..model.trial_forward import undisturbed
+from ..policy.settings import ALWAYS, OFF
+from .caster import MEDIA_KEYS
+from .inputs import MediaInputs
+
+
+logger = logging.getLogger(__name__)
+
+SAMPLED = 64
+"""Values of an image that are compared first, to find candidates for equal images."""
+LIMIT = 256
+"""Largest number of combinations of shapes that are computed both ways; others are never shared."""
+
+
+class _NotShareableError(Exception):
+    """The result of a method cannot be divided among the images."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """The images of a call, and which of them are equal.
+
+    Attributes:
+        sizes: Entries of each image along the first axis of the media tensor: 1, or its number of patches.
+        distinct: Indices of the first image of each kind.
+        kinds: For each image, the position of its kind in `distinct`.
+    """
+
+    sizes: tuple[int, ...]
+    distinct: tuple[int, ...]
+    kinds: tuple[int, ...]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The sizes of the distinct images."""
+        return tuple(self.sizes[index] for index in self.distinct)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call of a feature method, as they were passed."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, function: Callable[..., Any]) -> Any:
+        return function(*self.args, **self.kwargs)
+
+    def named(self, bound: inspect.BoundArguments) -> dict[str, Any]:
+        """Returns the arguments by name, those of `**kwargs` included."""
+        return {name: value for name, value in bound.arguments.items() if name not in self.kwargs} | self.kwargs
+
+    def shapes(self) -> tuple[Any, ...]:
+        values = (*self.args, *self.kwargs.values())
+        return tuple((value.shape, value.dtype) for value in values if isinstance(value, torch.Tensor))
+
+    def selected(self, repeats: Repeats) -> "_Call":
+        """Returns the call for the distinct images only."""
+        entries, number = sum(repeats.sizes), len(repeats.sizes)
+
+        def select(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] not in (entries, number):
+                return value
+            pieces = value.split(repeats.sizes if value.shape[0] == entries else [1] * number)
+            return torch.cat([pieces[index] for index in repeats.distinct])
+
+        return _Call(tuple(map(select, self.args)), {name: select(value) for name, value in self.kwargs.items()})
+
+
+@dataclass
+class _Decision:
+    """What is known of a combination of shapes: how results are divided, or `None` if they are not shared."""
+
+    plan: Any = field(default=None)
+
+
+class SharedFeatures(Feature):
+    """Shares the features of equal images within each call of a model.
+
+    Attributes:
+        seen: Images that models were called with.
+        computed: Images that towers were run on.
+        refused: Why features were not shared, each reason once.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.seen = self.computed = 0
+        self.refused: list[str] = []
+        self._decisions: dict[Any, _Decision] = {}
+
+    def ready(self) -> None:
+        """Replaces the feature methods of the policy and of other models that take media."""
+        compiled = getattr(self.run.args, "torch_compile", False)
+        if self.run.settings.share_media_features == OFF or compiled:
+            return
+        for model in self.run.feature(MediaInputs).models():
+            for container in find_parts(model).containers:
+                for name in FEATURE_METHODS:
+                    function = getattr(getattr(container, name, None), "__func__", None)
+                    if function is not None:
+                        replace("features", container, name, MethodType(self._sharing(function), container))
+
+    def _sharing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def features(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = _Call(args, kwargs)
+            arguments = call.named(signature.bind_partial(module, *args, **kwargs))
+            keys = [key for key in arguments if key in MEDIA_KEYS]
+            repeats = find_repeats(arguments, keys[0]) if len(keys) == 1 else None
+            if repeats is None or self._needs_gradients(module):
+                return function(module, *args, **kwargs)
+            return self._share(function.__name__, partial(function, module), module, call, repeats)
+
+        return features
+
+    def _needs_gradients(self, module: nn.Module) -> bool:
+        """Whether gradients flow to weights that make the features: those outside of the text model."""
+        if not torch.is_grad_enabled():
+            return False
+        towers = find_parts(module).towers.values()
+        own = module.parameters(recurse=False)
+        return any(p.requires_grad for p in own) or any(p.requires_grad for t in towers for p in t.parameters())
+
+    def _share(
+        self, name: str, features: Callable[..., Any], module: nn.Module, call: "_Call", repeats: Repeats
+    ) -> Any:
+        number, few = len(repeats.kinds), call.selected(repeats)
+        self.seen += number
+        kind = self.run.accelerator.device.type
+        context = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        key = (name, id(module), module.training, context, call.shapes(), few.shapes())
+        decision = self._decisions.get(key)
+        if decision is not None and decision.plan is not None:
+            self.computed += len(repeats.distinct)
+            return _expand(few.run(features), decision.plan, repeats)
+        self.computed += number
+        output = call.run(features)
+        if decision is None and len(self._decisions) < LIMIT:
+            self._decisions[key] = self._compare(partial(few.run, features), module, repeats, output)
+        return output
+
+    def _compare(self, features: Callable[[], Any], module: nn.Module, repeats: Repeats, output: Any) -> _Decision:
+        """Computes the features of the distinct images, and compares them with those of all images."""
+        kind = f"{len(repeats.kinds)} images, {len(repeats.distinct)} distinct"
+        try:
+            with undisturbed(module):
+                shared = features()
+            plan = _plan(output, shared, repeats)
+            same = _same_bits(output, _expand(shared, plan, repeats))
+        except Exception as error:  # a method may need all images; the run goes on with the result for all
+            reason = "the result is not divided by image" if isinstance(error, _NotShareableError) else repr(error)
+            return self._refuse(f"{kind}: {reason}")
+        if not same and self.run.settings.share_media_features != ALWAYS:
+            return self._refuse(f"{kind}: the features are not bit-identical")
+        return _Decision(plan)
+
+    def _refuse(self, reason: str) -> _Decision:
+        logger.info("features are computed for each image: %s", reason)
+        self.refused.append(reason)
+        return _Decision()
+
+    @property
+    def shares(self) -> bool:
+        """Whether the features of equal images are shared for some shape of a batch."""
+        return any(decision.plan is not None for decision in self._decisions.values())
+
+
+def find_repeats(arguments: Mapping[str, Any], key: str) -> Repeats | None:
+    """Finds the equal images in the arguments of a feature method.
+
+    Args:
+        arguments: The arguments by name; they may contain tensors with one row for each image.
+        key: Name of the media tensor: one row for each image, or patches, (P, D), of images whose grids another
+            argument contains, (N, 2) or (N, 3), integers.
+
+    Returns:
+        The images; `None` if no two are equal, or if it is not known which entries belong to an image.
+    """
+    media = arguments[key]
+    if not isinstance(media, torch.Tensor) or media.ndim < 2 or media.shape[0] < 2 or is_quantized(media):
+        return None
+    others = {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor) and name != key and v.ndim}
+    nested = (value for value in arguments.values() if isinstance(value, (list, tuple)))
+    if any(isinstance(item, torch.Tensor) for value in nested for item in value):
+        return None
+    sizes = _grid_sizes(media, others) or [1] * media.shape[0]
+    number = len(sizes)
+    if number < 2 or any(other.shape[0] not in (number, media.shape[0]) for other in others.values()):
+        return None
+    images = media.split(sizes)
+    rows = [
+        [other.split(sizes if other.shape[0] == media.shape[0] else [1] * number)[index] for other in others.values()]
+        for index in range(number)
+    ]
+    step = max(1, images[0].numel() // SAMPLED)
+    prints = [tuple(image.detach().flatten()[::step].tolist()) for image in images]
+    kinds: list[int] = []
+    distinct: list[int] = []
+    first: dict[Any, list[int]] = {}
+    for index, image in enumerate(images):
+        candidates = first.setdefault((image.shape, prints[index]), [])
+        for candidate in candidates:
+            if torch.equal(image, images[distinct[candidate]]) and all(
+                torch.equal(own, other) for own, other in zip(rows[index], rows[distinct[candidate]], strict=True)
+            ):
+                kinds.append(candidate)
+                break
+        else:
+            candidates.append(len(distinct))
+            kinds.append(len(distinct))
+            distinct.append(index)
+    return None if len(distinct) == number else Repeats(tuple(sizes), tuple(distinct), tuple(kinds))
+
+
+def _grid_sizes(media: torch.Tensor, others: Mapping[str, torch.Tensor]) -> list[int] | None:
+    """Returns the number of patches of each image, if an argument has the grids of images that make up the patches."""
+    for other in others.values():
+        if media.ndim == 2 and other.ndim == 2 and not other.is_floating_point() and other.shape[1] in (2, 3):
+            sizes = other.prod(1).tolist()
+            if sum(sizes) == media.shape[0]:
+                return [int(size) for size in sizes]
+    return None
+
+
+# How a part of a result is divided: one entry for each image, or a number of rows for each entry of an image.
+_SAME, _LISTED = "same", "listed"
+
+
+def _plan(every: Any, few: Any, repeats: Repeats) -> Any:
+    """Derives how a result is divided among images, from the results for all and for the distinct images.
+
+    Raises:
+        _NotShareableError: If a part of the result cannot be divided.
+    """
+    if isinstance(every, torch.Tensor) and isinstance(few, torch.Tensor):
+        if every.ndim == few.ndim == 0:
+            return _SAME
+        for of_all, of_few in ((len(repeats.sizes), len(repeats.distinct)), (sum(repeats.sizes), sum(repeats.kept))):
+            rows = every.shape[0] / of_all
+            if rows * of_few == few.shape[0] and (rows >= 1 or all(s * rows % 1 == 0 for s in repeats.sizes)):
+                return (rows, of_few == len(repeats.distinct))
+        raise _NotShareableError
+    entries, others = _entries(every), _entries(few)
+    if entries is None or others is None:
+        return _SAME
+    if isinstance(every, Sequence) and len(every) == len(repeats.sizes) and len(few) == len(repeats.distinct):
+        return _LISTED
+    if entries.keys() != others.keys():
+        raise _NotShareableError
+    return {name: _plan(entry, others[name], repeats) for name, entry in entries.items()}
+
+
+def _expand(value: Any, plan: Any, repeats: Repeats) -> Any:
+    """Repeats the parts of a result for the distinct images as a plan says."""
+    if plan == _SAME:
+        return value
+    if plan == _LISTED:
+        return type(value)(value[kind] for kind in repeats.kinds)
+    if isinstance(plan, tuple):
+        rows, by_image = plan
+        sizes = [int(rows * size) for size in ([1] * len(repeats.distinct) if by_image else repeats.kept)]
+        pieces = value.split(sizes)
+        return torch.cat([pieces[kind] for kind in repeats.kinds])
+    expanded = {name: _expand(entry, plan[name], repeats) for name, entry in (_entries(value) or {}).items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(*expanded.values()) if hasattr(value, "_fields") else type(value)(expanded.values())
+    if type(value) is dict:
+        return expanded
+    copied = copy.copy(value)
+    for name, entry in expanded.items():
+        if name in value:
+            copied[name] = entry
+        else:
+            setattr(copied, name, entry)
+    return copied
+
+
+def _entries(value: Any) -> dict[Any, Any] | None:
+    """Returns the parts of a container by name or index, including attributes of a `ModelOutput` that are not keys."""
+    if isinstance(value, Mapping):
+        return {**dict(value), **getattr(value, "__dict__", {})}
+    return dict(enumerate(value)) if isinstance(value, (list, tuple)) else None
+
+
+def _same_bits(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        same = isinstance(right, torch.Tensor) and left.shape == right.shape and left.dtype == right.dtype
+        return same and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+    entries, others = _entries(left), _entries(right)
+    if entries is None or others is None:
+        return type(left) is type(right)
+    return entries.keys() == others.keys() and all(_same_bits(entry, others[n]) for n, entry in entries.items())

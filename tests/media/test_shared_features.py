@@ -1,0 +1,152 @@
+"""A tower runs once for the equal images of a batch, and the run has the same bits."""
+
+import cells
+import pytest
+import torch
+from cells import Cell
+from peft import LoraConfig
+
+from safe_trainers import SafeGRPOConfig, SafeRLOOConfig
+from safe_trainers.media.shared_features import SharedFeatures, find_repeats
+from safe_trainers.model.parts import find_parts
+
+
+TEXT_ONLY = r".*(language_model|text_model).*\.(q_proj|v_proj)"
+"""The usual recipe: adapters in the text model, and a frozen tower."""
+FAMILIES = ("llava", "aria", "qwen2_5_vl", "smolvlm", "idefics3", "gemma3", "nocast")
+CONFIGS = {"grpo": SafeGRPOConfig, "rloo": SafeRLOOConfig}
+
+
+def build(cell, shared, lora=TEXT_ONLY, **changes):
+    torch.manual_seed(0)
+    changes = {"num_generations": 4, "per_device_train_batch_size": 8, "steps": 3, **changes}
+    made = cells.arguments(cell, CONFIGS[cell.task], share_media_features=shared, **changes)
+    if cell.lora:
+        made["peft_config"] = LoraConfig(r=4, target_modules=lora)
+    return cells.SAFE[cell.task](**made)
+
+
+def train(trainer):
+    """Trains, and returns the losses, the weights, and the numbers of images that towers were run on."""
+    images = []
+    tower = next(iter(find_parts(trainer.model).towers.values()))
+
+    def count(module, args, kwargs):
+        grid = kwargs.get("grid_thw")
+        tensors = (*args, *kwargs.values())
+        media = next(value for value in tensors if isinstance(value, torch.Tensor) and value.is_floating_point())
+        images.append(len(media if grid is None else grid))
+
+    tower.register_forward_pre_hook(count, with_kwargs=True)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return losses, cells.fingerprint(trainer.model), images
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_has_the_same_bits_with_fewer_images(family):
+    cell = Cell(family, "grpo", "fp32", "bf16", lora=True, beta=0.1)
+    *off, every = train(build(cell, "off"))
+    trainer = build(cell, "identical")
+    *on, few = train(trainer)
+    assert on == off
+    feature = trainer._run.feature(SharedFeatures)
+    assert feature.refused == []
+    assert sum(few) < 0.75 * sum(every)  # shapes that are new in this short run are computed both ways
+    assert feature.computed < feature.seen
+    assert ("towers", "run once for equal images of a batch") in {
+        row[:2] for row in trainer.precision.report.table("changed from stock").rows
+    }
+
+
+@pytest.mark.parametrize(("task", "weights", "flag"), [("rloo", "bf16", "bf16"), ("grpo", "fp32", None)])
+def test_other_trainers_and_precisions(task, weights, flag):
+    cell = Cell("qwen2_5_vl", task, weights, flag, lora=True, beta=0.1)
+    *off, _ = train(build(cell, "off"))
+    *on, _ = train(build(cell, "identical"))
+    assert on == off
+
+
+def test_a_known_shape_is_computed_for_distinct_images_only():
+    """With one prompt for each rollout, all eight completions have the same image."""
+    trainer = build(Cell("llava", "grpo", "bf16", "bf16", lora=True), "identical", num_generations=8, steps=3)
+    *_, images = train(trainer)
+    first = [8, 1, 8, 1]  # rollout and loss of the first step: all images, and the comparison
+    assert images[-len(first) - 4 :] == [*first, 1, 1, 1, 1]
+
+
+def test_nothing_is_shared_while_gradients_flow_into_the_tower():
+    cell = Cell("llava", "grpo", "fp32", "bf16", lora=True)
+    trainer = build(cell, "identical", lora=["q_proj", "v_proj"], num_generations=8)  # also in the tower
+    *_, images = train(trainer)
+    losses = images[-1]
+    assert losses == 8
+    full = build(Cell("llava", "grpo", "fp32", "bf16"), "identical", num_generations=8)
+    *on, images = train(full)
+    assert images[-2:] == [1, 8]  # the rollout is shared, and the loss is not
+    *off, _ = train(build(Cell("llava", "grpo", "fp32", "bf16"), "off", num_generations=8))
+    assert on == off
+
+
+def test_features_that_are_not_bit_identical_are_not_shared():
+    """A tower whose result depends on the number of images."""
+    cell = Cell("llava", "grpo", "bf16", "bf16", lora=True)
+    for shared, computed in (("identical", 8), ("always", 1)):
+        trainer = build(cell, shared, num_generations=8)
+        find_parts(trainer.model).towers["multi_modal_projector"].register_forward_hook(
+            lambda module, args, output: output * (1 + 0.01 * len(output))
+        )
+        *_, images = train(trainer)
+        feature = trainer._run.feature(SharedFeatures)
+        assert images[-1] == computed
+        assert bool(feature.refused) is (shared == "identical")
+        assert all("not bit-identical" in reason for reason in feature.refused)
+
+
+def test_dropout_in_the_tower_is_not_shared():
+    trainer = build(Cell("llava", "grpo", "fp32", "bf16", lora=True), "identical", num_generations=8)
+    trainer.model.train()
+    projector = find_parts(trainer.model).towers["multi_modal_projector"]
+    projector.register_forward_hook(lambda m, args, output: torch.nn.functional.dropout(output, 0.5, m.training))
+    *_, images = train(trainer)
+    assert images[-1] == 8
+
+
+def pixels(*values):
+    return torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, 12).clone()
+
+
+def test_equal_images_are_found():
+    repeats = find_repeats({"pixel_values": pixels(1, 2, 1, 1)}, "pixel_values")
+    assert (repeats.sizes, repeats.distinct, repeats.kinds) == ((1, 1, 1, 1), (0, 1), (0, 1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"pixel_values": pixels(1, 2, 3)},
+        {"pixel_values": pixels(1)},
+        {"pixel_values": pixels(1, 1), "sizes": torch.tensor([[4, 4], [8, 8]])},  # equal pixels, another size
+        {"pixel_values": pixels(1, 1), "mask": torch.ones(3)},  # rows that belong to no image
+        {"pixel_values": [pixels(1), pixels(1)]},
+        {"pixel_values": pixels(1, 1), "sizes": [torch.ones(1)]},
+        {"pixel_values": pixels(float("nan"), float("nan"))},
+    ],
+)
+def test_nothing_is_shared(arguments):
+    assert find_repeats(arguments, "pixel_values") is None
+
+
+def test_one_pixel_that_is_not_sampled_makes_another_image():
+    images = torch.zeros(2, 1000)
+    images[1, 7] = 1.0
+    assert find_repeats({"pixel_values": images}, "pixel_values") is None
+
+
+def test_patches_belong_to_the_images_of_their_grids():
+    grid = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2]])
+    patches = torch.cat([pixels(1, 2, 3, 4), pixels(*range(8)), pixels(1, 2, 3, 4)])
+    repeats = find_repeats({"pixel_values": patches, "image_grid_thw": grid}, "pixel_values")
+    assert (repeats.sizes, repeats.distinct, repeats.kinds) == ((4, 8, 4), (0, 1), (0, 1, 0))
+    grid = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 4, 1]])  # the same patches in another arrangement
+    assert find_repeats({"pixel_values": patches, "image_grid_thw": grid}, "pixel_values") is None
