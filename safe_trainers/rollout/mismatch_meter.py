@@ -37,11 +37,11 @@ from .mismatch import (
     PREFIX,
     SIZE,
     combine,
+    joint_tally,
     limits_of,
     loss_tally,
     metrics,
     sequence_moments,
-    tally,
 )
 from .sequence_weights import vanishing
 from .truncation import TruncationCorrection
@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 TRL_SAMPLER_KEY = "sampling_per_token_logps"
 _COMPLETIONS = ("completion_ids", "completion_mask")
+WAITING = 2**22
+"""Number of tokens, padding included, at which batches are tallied before the next log."""
 UNREWARDED = f"{PREFIX}unrewarded_frac"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -80,6 +82,8 @@ class MismatchMeter(Feature):
     def on_train_begin(self) -> None:
         """Discards tallies that an earlier call of `train` has not logged."""
         self.own: dict[str, torch.Tensor] = {}
+        # The batches of each mode that are not tallied yet: log-probabilities of trainer and sampler, and the mask.
+        self._waiting: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         self.gathered: dict[str, torch.Tensor] = {}
         self._dropout: bool | None = None  # whether dropout is active in training; `None` if unknown
         self._logged: set[str] = set()
@@ -233,6 +237,7 @@ class MismatchMeter(Feature):
     def around_evaluation(self, call: Callable[[], Any]) -> Any:
         """Evaluates, and gathers the tallies of all ranks."""
         self.own.pop("eval", None)
+        self._waiting.pop("eval", None)
         self.gathered.pop("eval", None)
         result = call()
         self.before_log("eval")
@@ -272,7 +277,11 @@ class MismatchMeter(Feature):
         shift = None if self._truncation is None else self._truncation.shift
         if shift is not None:  # the sampler's log-probabilities are renormalised over the tokens that it keeps
             trainer = trainer + shift
-        self._add(tally(trainer, sampler, sampled_mask(batch), self._limits))
+        mode = self.run.mode
+        waiting = self._waiting.setdefault(mode, [])
+        waiting.append((trainer.detach(), sampler.detach(), sampled_mask(batch)))
+        if sum(mask.numel() for *_, mask in waiting) > WAITING:
+            self._tally(mode)
 
     def _count_change(self, now: torch.Tensor | None, batch: Mapping[str, Any]) -> None:
         """Counts how far the log-probabilities of a loss are from those that TRL computed before the first update."""
@@ -281,10 +290,15 @@ class MismatchMeter(Feature):
             return
         truncated = self._truncation is not None and self._truncation.active
         sampler = None if truncated else batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
-        self._add(loss_tally(now, trainer, sampler, sampled_mask(batch), moved=self.run.step != step))
+        self._add(loss_tally(now, trainer, sampler, sampled_mask(batch), moved=self.run.step != step), self.run.mode)
 
-    def _add(self, counted: torch.Tensor) -> None:
-        mode = self.run.mode
+    def _tally(self, mode: str) -> None:
+        """Tallies the batches that wait."""
+        waiting = self._waiting.pop(mode, [])
+        if waiting:
+            self._add(joint_tally(waiting, self._limits), mode)
+
+    def _add(self, counted: torch.Tensor, mode: str) -> None:
         before = self.own.get(mode)
         self.own[mode] = counted if before is None else combine(torch.stack([before.to(counted.device), counted]))
 
@@ -294,6 +308,7 @@ class MismatchMeter(Feature):
         """Gathers the tallies of all ranks."""
         if not self.run.settings.precision_metrics or not self._has_rollouts:
             return
+        self._tally(mode)
         own = self.own.pop(mode, None)
         accelerator = self.run.accelerator
         device = torch.device("cpu") if accelerator.device.type == "mps" else accelerator.device
@@ -326,6 +341,8 @@ class MismatchMeter(Feature):
 
     def state_dict(self) -> dict[str, Any]:
         """The tallies since the last log."""
+        for mode in list(self._waiting):
+            self._tally(mode)
         return dict(self.own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -191,7 +191,8 @@ def test_the_report_has_the_bytes_of_frozen_weights_and_the_line_that_halves_the
     assert str(note.fix) == "`model_init_kwargs={'dtype': 'bfloat16'}`"
     stored = sum(4 * weight.numel() for weight in kept_casts.frozen_weights(trainer.model))
     assert note.what.startswith(f"{stored / 2**20:.1f} MB of frozen float32 matrices compute in bfloat16")
-    (change,) = (row for row in trainer.precision.report.table("changed from stock").rows if "autocast keeps" in str(row[1]))
+    changes = trainer.precision.report.table("changed from stock").rows
+    (change,) = (row for row in changes if "autocast keeps" in str(row[1]))
     assert f"{stored / 2 / 2**20:.1f} MB" in str(change[1])
 
     trainer = build(cell, steps=1, **dict(note.fix.settings))  # the advice

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mismatch_reference import LIMITS, as_rows, batch, loss_reference, reference
 
-from safe_trainers.rollout.mismatch import LIMIT, SIZE, Limits, combine, loss_tally, metrics, tally
+from safe_trainers.rollout.mismatch import LIMIT, SIZE, Limits, combine, joint_tally, loss_tally, metrics, tally
 
 
 def close(expected):
@@ -32,10 +32,9 @@ def test_batches_of_any_size_add_up(limits):
     made = [
         batch(rows, width, seed=rows, unscored=0.1) for rows, width in [(1, 1), (5, 70), (2, 16), (4, 2), (3, 1030)]
     ]
-    together = combine(torch.stack([tally(*one, limits) for one in made]))
-    assert metrics(together, "float16", limits) == close(
-        reference([row for one in made for row in as_rows(*one)], "float16", limits)
-    )
+    expected = close(reference([row for one in made for row in as_rows(*one)], "float16", limits))
+    for together in (combine(torch.stack([tally(*one, limits) for one in made])), joint_tally(made, limits)):
+        assert metrics(together, "float16", limits) == expected
 
 
 @settings(deadline=None, max_examples=60)
