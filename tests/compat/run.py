@@ -98,6 +98,7 @@ NOT_CORE = {
     "tests/test_growth.py": "checks measurements with the latest pair",
     "tests/tiny/test_families.py": "checks the families of the evidence with the latest pair",
     "tests/integration/test_wheel.py": "needs build tools that are not installed",
+    "tests/integration/test_side_by_side.py": "runs scripts that are written for the latest TRL",
     "tests/compat/test_swapped.py": "runs tests twice that are written for the latest TRL",
     "tests/distributed": "runs several processes for minutes, in its own target",
     "tests/gpu": "needs a CUDA device",
