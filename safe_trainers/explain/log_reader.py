@@ -33,6 +33,7 @@ _PREFIX = re.compile(
     re.MULTILINE,
 )
 _BOX = re.compile(r"[│┃╭╮╰╯]|[─━]{2,}")
+_QUOTES = str.maketrans("‘’“”", "''\"\"")
 _FRAME = re.compile(r"^([ \t]+)File \"[^\"\n]*\", line \d+.*(?:\n\1[ \t]+.*)*", re.MULTILINE)
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Timeout)(?=:\s|:?$)", re.MULTILINE
@@ -120,7 +121,7 @@ def clean(text: str) -> str:
     Returns:
         The text; its lines keep their numbers.
     """
-    text = text.replace("\r\n", "\n")
+    text = text.replace("\r\n", "\n").translate(_QUOTES)  # forums and word processors change quotation marks
     if "\r" in text:  # a progress bar overwrites its line: only the text after the last carriage return was visible
         text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     text = _PREFIX.sub("", _ESCAPES.sub("", text))
