@@ -186,11 +186,12 @@ def _warm_up(recipe: Any, folder: Path, console: Console, steps: int, bias: floa
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        logging_steps=max(1, steps // 5),
         precision_report="off",
         seed=training.seed,
     )
     dataset = tiny.sft_dataset(extra.dataset_size, training.seed, split="train", bias=bias)
     trainer = SafeSFTTrainer(model=str(folder), args=arguments, train_dataset=dataset)
-    show_progress(trainer, console, "warm-up", extra.progress)
-    trainer.train()
+    with show_progress(trainer, console, "warm-up", extra.progress):
+        trainer.train()
     trainer.save_model(str(folder))

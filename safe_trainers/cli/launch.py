@@ -12,8 +12,10 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ import yaml
 
 from ..core import errors
 from ..core.errors import RecipeError, SafeTrainersError
-from .launch_env import CRASHED, ENGINE, ERROR_FILE, PROCESSES, REFUSED, SHARED_FOLDER
+from .launch_env import CRASHED, ENGINE, ERROR_FILE, PROCESSES, REFUSED, RESUME_COMMAND, SHARED_FOLDER, STOPPED
+from .signals import REPEATED, SIGNALS, end_by
 
 
 logger = logging.getLogger(__name__)
@@ -55,16 +58,17 @@ def find_config(name: str) -> Path:
     return Path(name) if os.path.isfile(name) else find(name, "configs")
 
 
-def launch(arguments: Sequence[str], config: str | None, processes: int | None) -> int:
+def launch(arguments: Sequence[str], config: str | None, processes: int | None, resume_command: str = "") -> int:
     """Runs a training command with a launch config.
 
     Args:
         arguments: The command line: the task, the recipe and its overrides.
         config: Name or file of the config; by default one process, or data parallelism for several.
         processes: The number of processes; by default that of the config, else one per GPU.
+        resume_command: The command line of the run, which is printed with `--resume` if a signal ends it.
 
     Returns:
-        The exit status: 0, or that of the process that was killed or failed first.
+        The exit status: 0, that of the process that was killed or failed first, or that of the signal that ended all.
 
     Raises:
         RecipeError: If the command cannot be launched with this config.
@@ -81,8 +85,14 @@ def launch(arguments: Sequence[str], config: str | None, processes: int | None) 
         error_file = Path(folder, "0", "error.json")
         error_file.parent.mkdir()
         environment = {SHARED_FOLDER: folder, PROCESSES: count, ENGINE: engine, ERROR_FILE: error_file}
-        with patch_environment(**environment), _no_orphans():
+        environment[RESUME_COMMAND] = resume_command
+        with patch_environment(**environment), _no_orphans() as received:
             status, is_cause = _run_accelerate(options)
+        stopped = Path(folder, STOPPED)
+        if stopped.is_file():
+            return int(stopped.read_text())
+        if received and status:
+            status, is_cause = 128 + received[0], True
         failure = None if is_cause else _first_failure(Path(folder), count)
     if failure is not None and status:
         status, message = failure
@@ -147,6 +157,8 @@ def _run_accelerate(options: list[str]) -> tuple[int, bool]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         parsed = launch_command_parser().parse_args(options)
+        # torch's launcher would end the processes 30 s after a signal; releases without this option still do.
+        parsed.signals_to_handle = "SIGHUP,SIGQUIT"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             launch_command(parsed)
@@ -214,27 +226,51 @@ def _describe(status: int) -> str:
 
 
 @contextlib.contextmanager
-def _no_orphans() -> Iterator[None]:
-    """Ends all processes that were started in the `with` block, also if this process gets SIGTERM."""
+def _no_orphans() -> Iterator[list[int]]:
+    """Passes the first SIGINT or SIGTERM on to the processes that are started in the `with` block, and ends them all.
+
+    The processes stop at a step boundary. A second signal kills them, and ends this process.
+
+    Yields:
+        The signals that were received.
+    """
     import psutil
 
-    def on_sigterm(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
+    received: list[int] = []
+    first = 0.0
 
-    def end(send_signal: Callable[[], None]) -> None:
+    def started(recursive: bool) -> list[Any]:
+        return [child for child in here.children(recursive=recursive) if child not in before]
+
+    def on_signal(number: int, frame: Any) -> None:
+        nonlocal first
+        if received and time.monotonic() - first < REPEATED:
+            return
+        received.append(number)
+        if len(received) > 1:
+            for child in started(recursive=True):
+                send(child.kill)
+            end_by(number)
+        first = time.monotonic()
+        for child in started(recursive=False):
+            send(partial(child.send_signal, number))
+
+    def send(send_signal: Callable[[], None]) -> None:
         try:
             send_signal()
         except psutil.NoSuchProcess as error:
             logger.debug("process %s has ended already", error.pid)
 
     here = psutil.Process()
-    before, handler = here.children(recursive=True), signal.signal(signal.SIGTERM, on_sigterm)
+    before = here.children(recursive=True)
+    handlers = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
-        yield
+        yield received
     finally:
-        started = [child for child in here.children(recursive=True) if child not in before]
-        for child in started:
-            end(child.terminate)
-        for child in psutil.wait_procs(started, timeout=10)[1]:
-            end(child.kill)
-        signal.signal(signal.SIGTERM, handler)
+        left = started(recursive=True)
+        for child in left:
+            send(child.terminate)
+        for child in psutil.wait_procs(left, timeout=10)[1]:
+            send(child.kill)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -15,6 +15,12 @@ ENGINE = "SAFE_TRAINERS_ENGINE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of torch: the file in which a process records the exception that ends it."""
 
+RESUME_COMMAND = "SAFE_TRAINERS_RESUME_COMMAND"
+"""Environment variable: the command line of the run, which is printed with `--resume` if a signal ends it."""
+STOPPED = "stopped"
+"""Name of a file in the shared folder: the exit status of a run that a signal ended at a step boundary. The processes
+themselves exit with 0, because torch's launcher ends all others when one fails."""
+
 REFUSED, CRASHED = 2, 1
 """Exit statuses of a process whose input was refused, and of one that failed."""
 

@@ -8,21 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
-
-from ..core.errors import SafeTrainersError
-from ..recipes.validate import check_recipe, split_config
-from .launch_env import CRASHED, ERROR_FILE, REFUSED
-from .main import build_parser, quieten
-from .train import recipe_arguments, run_here
-
-
-class Recorder(ErrorHandler):
-    """torch's recorder of exceptions without Python's fault handler, which prints a stack in each aborted process."""
-
-    def initialize(self) -> None:
-        """Does nothing; torch's own enables the fault handler."""
+from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,22 +20,42 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    from ..core.errors import SafeTrainersError
+    from ..recipes.validate import check_recipe, split_config
+    from .launch_env import CRASHED, ERROR_FILE, REFUSED, RESUME_COMMAND, SHARED_FOLDER, STOPPED
+    from .main import build_parser, quieten
+    from .train import recipe_arguments, run_here
+
+    class Recorder(ErrorHandler):
+        """torch's recorder of exceptions without Python's fault handler, which prints a stack in aborted processes."""
+
+        def initialize(self) -> None:
+            """Does nothing; torch's own enables the fault handler."""
+
     quieten()
 
     def train() -> int:
         options, rest = build_parser(argv[0]).parse_known_args(list(argv))
         path, overrides = split_config(recipe_arguments(options, rest))
-        return run_here(options, check_recipe(path, options.command, overrides))
+        checked = check_recipe(path, options.command, overrides)
+        return run_here(options, checked, os.environ.get(RESUME_COMMAND, ""))
 
     try:
-        return record(train, Recorder())() or 0
+        status: int = record(train, Recorder())() or 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
         if not os.path.isfile(os.environ.get(ERROR_FILE, "")):
             raise  # the exception was not recorded
         return REFUSED if isinstance(error, SafeTrainersError) else CRASHED
+    if status > 128:
+        Path(os.environ[SHARED_FOLDER], STOPPED).write_text(str(status))
+        return 0
+    return status
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while libraries are imported, an interrupt prints no traceback
     sys.exit(main(sys.argv[1:]))

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +37,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = 6
 FORMATS = (".pdf", ".png", ".svg")
-FILES = ("log.json", "trainer_state.json")
+FILES = ("log.jsonl", "log.json", "trainer_state.json")
+"""Names of logs, the first one first: `log.jsonl` grows while a run trains, `log.json` is written at its end."""
 
-EPILOG = """RUN: the folder of a run (with log.json), or a checkpoint (with trainer_state.json)
+EPILOG = """RUN: the folder of a run (with log.jsonl), or a checkpoint (with trainer_state.json)
   safe-trainers plot runs/tiny_vlm_bf16
   safe-trainers plot runs/tiny_vlm_bf16/checkpoint-100 --output reward.svg
 """
@@ -89,7 +90,7 @@ def find_log(place: Path) -> Path:
         place: The folder of the run, a checkpoint, or the log itself.
 
     Returns:
-        The file: `log.json`, else `trainer_state.json`, else `trainer_state.json` of the newest checkpoint inside.
+        The first of `FILES` that exists, else `trainer_state.json` of the newest checkpoint inside.
 
     Raises:
         RecipeError: If the log is missing; the message contains the most similar folder that has a log.
@@ -114,7 +115,7 @@ def find_log(place: Path) -> Path:
     near = nearest(str(place), sorted({str(found.parent) for found in logs}))
     if not os.path.exists(place):
         raise RecipeError(f"{place} does not exist{hint(near)}")
-    raise RecipeError(f"{place} is not a run: it has neither {' nor '.join(FILES)}{hint(near)}")
+    raise RecipeError(f"{place} is not a run: it has none of {', '.join(FILES)}{hint(near)}")
 
 
 def read_log(file: Path) -> list[Mapping[str, Any]]:
@@ -132,13 +133,28 @@ def read_log(file: Path) -> list[Mapping[str, Any]]:
     from ..core.errors import RecipeError
 
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = list(_entries(text)) if file.suffix == ".jsonl" else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
     found = content.get("log", content.get("log_history")) if isinstance(content, dict) else content
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise RecipeError(f"{file} is not the log of a run: it has neither `log` nor `log_history`")
     return found
+
+
+def _entries(text: str) -> Iterator[Any]:
+    """Yields the entries of JSON lines; a last line without an end was being written when the run was killed.
+
+    Raises:
+        ValueError: If another line is not JSON.
+    """
+    complete = text[: text.rfind("\n") + 1]
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
 
 
 def why_not(log: Sequence[Mapping[str, Any]]) -> str | None:

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from ..core.errors import RecipeError, SafeTrainersError
+from .phases import show_phase
 
 
 @dataclass
@@ -27,6 +30,7 @@ class RunResult:
         before: The score before the run.
         after: The score after the run.
         chance: The score of the best constant answer.
+        stopped: The number of the signal that ended training before its last step; `None` if none did.
     """
 
     trainer: Any
@@ -35,15 +39,19 @@ class RunResult:
     before: float | None = None
     after: float | None = None
     chance: float | None = None
+    stopped: int | None = None
 
 
-def run_recipe(recipe: Any, console: Console | None = None, trainer_class: type | None = None) -> RunResult:
-    """Runs a recipe.
+def run_recipe(
+    recipe: Any, console: Console | None = None, trainer_class: type | None = None, resume_command: str = ""
+) -> RunResult:
+    """Runs a recipe. SIGINT or SIGTERM during training ends it after a step, with a checkpoint.
 
     Args:
         recipe: The `Recipe`.
         console: Receives the output; by default standard output.
         trainer_class: The trainer class, for comparisons; by default the safe trainer of the task.
+        resume_command: The command line of the run, which is printed with `--resume CHECKPOINT` if a signal ends it.
 
     Returns:
         The result.
@@ -52,24 +60,60 @@ def run_recipe(recipe: Any, console: Console | None = None, trainer_class: type 
         RecipeError: If the trainer cannot be built; no file is written then.
         PrecisionError: If the precision settings cannot work; no file is written then.
     """
-    from .progress import show_progress
+    from .progress import LOG, LogFile, show_progress
+    from .signals import StopSignals
+    from .stop import StopAtStep
 
     console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
     arguments = recipe.training
-    trainer, held_out = build(recipe, console, trainer_class)
-    show_progress(trainer, console, recipe.task, recipe.extra.progress)
-    run = RunResult(trainer, Path(arguments.output_dir))
-    score = _score(recipe, trainer, held_out)
-    if score is not None:
-        run.score_name, measure, run.chance = score
-        run.before = measure()
-    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-    if score is not None:
-        run.after = measure()
-    trainer.save_model(arguments.output_dir)
-    if trainer.accelerator.is_main_process:
-        write_run(run, recipe, console)
+    with StopSignals() as signals:
+        trainer, held_out = build(recipe, console, trainer_class)
+        run = RunResult(trainer, Path(arguments.output_dir))
+        score = _score(recipe, trainer, held_out)
+        if score is not None:
+            run.score_name, measure, run.chance = score
+            show_phase(f"measuring {run.score_name.rstrip(',')} on {recipe.extra.evaluation_size} examples")
+            run.before = measure()
+        stop = StopAtStep(signals)
+        trainer.add_callback(LogFile(run.output_dir / LOG))
+        trainer.add_callback(stop)
+        show_phase(f"training {arguments.max_steps} steps" if arguments.max_steps > 0 else "training")
+        with show_progress(trainer, console, recipe.task, recipe.extra.progress, signals):
+            trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+        if stop.stopped:
+            run.stopped = signals.received
+        else:
+            trainer.save_model(arguments.output_dir)
+            if score is not None:
+                run.after = measure()
+        if trainer.accelerator.is_main_process:
+            write_run(run, recipe, console)
+            if run.stopped is not None:
+                _say_stopped(run, resume_command, console)
     return run
+
+
+def _say_stopped(run: RunResult, command: str, console: Console) -> None:
+    """Prints where a run was stopped, and the command that resumes it."""
+    from ..checkpoint.folder import checkpoints_in, inspect_checkpoint
+
+    state = run.trainer.state
+    checkpoint: Path | None = _checkpoint(run)
+    lines = [f"stopped by {signal.Signals(run.stopped or 0).name} after step {state.global_step} of {state.max_steps}"]
+    saved = inspect_checkpoint(_checkpoint(run))
+    if saved.faults:
+        lines.append(f"{saved}: no run can resume from it")
+        complete = [found.path for found in checkpoints_in(run.output_dir) if found.complete]
+        checkpoint = complete[0] if complete else None
+    if command and checkpoint is not None:
+        lines.append(f"resume with: {command} --resume {shlex.quote(str(checkpoint))}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _checkpoint(run: RunResult) -> Path:
+    """The checkpoint of a run that was stopped, else the folder with its weights."""
+    return run.output_dir if run.stopped is None else run.output_dir / f"checkpoint-{run.trainer.state.global_step}"
 
 
 def dry_run(recipe: Any) -> Any:
@@ -133,9 +177,11 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
     policy = declared_policy(arguments, recipe.model.model_name_or_path, trainer_class, asked)
     policy.check()
     compute_of_4bit = _compute_of_4bit(recipe, policy)
+    show_phase(f"loading data {recipe.script.dataset_name or 'of the mixture'}")
     dataset, evaluation, held_out = make_datasets(recipe)
     check_model_exists(recipe)
 
+    show_phase(f"loading model {recipe.model.model_name_or_path}")
     with _remove_on_failure(Path(arguments.output_dir)):
         settings: dict[str, Any] = {
             "model": make_model(recipe, console),
@@ -228,14 +274,14 @@ def write_run(run: RunResult, recipe: Any, console: Console) -> None:
     temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
     temporary.replace(log)
     plot = plot_run(trainer.state.log_history, run.output_dir / "plot.png", type(trainer).__name__)
-    if run.score_name is not None:
+    if run.after is not None:
         console.print(
             f"{run.score_name} on held-out examples: {run.before:.3f} -> [bold]{run.after:.3f}[/] "
             f"(best constant answer {run.chance:.3f})",
             soft_wrap=True,
             highlight=False,
         )
-    written: dict[str, object] = {"checkpoint": run.output_dir, "log": log}
+    written: dict[str, object] = {"checkpoint": _checkpoint(run), "log": log}
     if (run.output_dir / FILE).is_file():
         written["report"] = run.output_dir / FILE
     written["plot"] = plot or f"not written: {why_not(trainer.state.log_history)}"

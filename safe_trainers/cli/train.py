@@ -1,7 +1,12 @@
 """`safe-trainers TASK --config FILE --key value ...`, such as `safe-trainers grpo`."""
 
 import argparse
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import RecipeError
@@ -50,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="build the trainer, print the precision report, and exit without training",
     )
+    parser.add_argument("--verbose", action="store_true", help="print the whole precision report, not a summary")
     parser.add_argument("--json", action="store_true", help="print the report of --dry-run as JSON")
 
 
@@ -67,41 +73,57 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     if options.json and not options.dry_run:
         raise RecipeError("--json prints the report of --dry-run, which is missing. Write: --dry-run --json")
+    from .phases import show_phase
+
+    show_phase(f"reading recipe {options.config or 'from the command line'}")
     from ..recipes.validate import prepare
 
     argv = recipe_arguments(options, rest)
     checked = prepare(options.command, argv, options.accelerate_config, options.num_processes)
     if options.accelerate_config is None and options.num_processes is None:
-        return run_here(options, checked)
+        return run_here(options, checked, resume_command(options, rest))
     from .launch import launch
 
-    flags = [flag for flag, given in (("--dry-run", options.dry_run), ("--json", options.json)) if given]
-    return launch([options.command, *flags, *argv], options.accelerate_config, options.num_processes)
+    given = {"--dry-run": options.dry_run, "--verbose": options.verbose, "--json": options.json}
+    flags = [flag for flag, is_given in given.items() if is_given]
+    command = [options.command, *flags, *argv]
+    return launch(command, options.accelerate_config, options.num_processes, resume_command(options, rest))
 
 
-def run_here(options: argparse.Namespace, checked: "Checked") -> int:
+def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> int:
     """Trains in this process.
 
     Args:
         options: The options of the command line.
         checked: The recipe, without errors.
+        command: The command line that resumes the run, without `--resume`.
 
     Returns:
         The exit status.
     """
+    from .phases import show_phase
+
+    show_phase("importing torch, transformers and TRL")
+    from ..policy.settings import FULL
     from ..recipes.load import load_recipe
     from .run_recipe import dry_run, run_recipe
 
+    if options.verbose:
+        checked = replace(checked, values={**checked.values, "precision_report": FULL})
     recipe = load_recipe(checked)
     if not options.dry_run:
-        run_recipe(recipe)
-        return 0
+        stopped = run_recipe(recipe, resume_command=command).stopped
+        return 0 if stopped is None else 128 + stopped
     report = dry_run(recipe)
     if report is None:
         return 0
-    from ..report.render import present
+    from ..report.render import console, present, show_summary
+    from ..report.run_report import summarize
 
-    return present(report, options.json)
+    if options.json or options.verbose:
+        return present(report, options.json)
+    show_summary(summarize(report), console(width=80), "--dry-run --verbose, or --dry-run --json")
+    return report.exit_status
 
 
 def recipe_arguments(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
@@ -113,3 +135,26 @@ def recipe_arguments(options: argparse.Namespace, rest: Sequence[str]) -> list[s
     """
     config = ["--config", options.config] if options.config else []
     return [*config, *rest, *(["--resume_from_checkpoint", options.resume] if options.resume else [])]
+
+
+def resume_command(options: argparse.Namespace, rest: Sequence[str]) -> str:
+    """Returns the command line of a run without the checkpoint that it resumes from.
+
+    Args:
+        options: The options of the command line.
+        rest: The overrides.
+    """
+    typed = Path(sys.argv[0])
+    words = [sys.executable, "-m", "safe_trainers.cli"] if typed.name.endswith(".py") else [str(typed)]
+    if shutil.which(typed.name) == str(typed):
+        words = [typed.name]
+    words += [options.command, *(["--config", options.config] if options.config else [])]
+    words += ["--accelerate_config", options.accelerate_config] if options.accelerate_config else []
+    words += ["--verbose"] if options.verbose else []
+    words += ["--num_processes", str(options.num_processes)] if options.num_processes else []
+    kept, dropped = [], False
+    for word in rest:
+        if word.startswith("--"):
+            dropped = word[2:].partition("=")[0].replace("-", "_") == "resume_from_checkpoint"
+        kept += [] if dropped else [word]
+    return shlex.join([*words, *kept])

@@ -16,7 +16,7 @@ ROLLOUT_COMPUTE = ("training", "stock")
 OLD_LOGPS = SCORED, LOSS = ("scored", "loss")
 ADAPTER_SYNC = MERGED, NATIVE = ("merged", "native")
 ADAPTER_DTYPES = (AUTO, FLOAT32, BFLOAT16)
-LOG, FILE, OFF = REPORT_MODES = ("log", "file", "off")
+LOG, FULL, FILE, OFF = REPORT_MODES = ("log", "full", "file", "off")
 MEDIA_SHARING = IDENTICAL, ALWAYS, _ = ("identical", "always", OFF)
 
 LARGEST_SCALE = 2.0**126
@@ -157,9 +157,9 @@ class PrecisionSettings:
             it: `"identical"` if the features are bit-identical, which is measured for each shape of a batch;
             `"always"`; or `"off"`.
         precision_metrics: Whether `precision/...` metrics are logged with TRL's metrics.
-        precision_report: `"log"` prints the precision report once, to standard error, after the first optimizer step;
-            `"file"` writes it as `precision_report.json` into `output_dir`; `"off"` makes none unless
-            `trainer.precision.report` is read.
+        precision_report: `"log"` writes the precision report as `precision_report.json` into `output_dir` after the
+            first optimizer step, and prints a summary of at most 25 lines to standard error; `"full"` prints all of
+            it; `"file"` prints nothing; `"off"` makes none unless `trainer.precision.report` is read.
         save_dtype: Dtype in which `save_model` writes: `"float32"`, `"bfloat16"` or `"float16"`; by default the
             dtype of each weight. Checkpoints always store the trained values exactly.
     """
@@ -224,7 +224,8 @@ class PrecisionSettings:
     )
     precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
     precision_report: str = field(
-        default=LOG, metadata={"help": "Where the precision report is written: log (standard error), file or off."}
+        default=LOG,
+        metadata={"help": "How the precision report is printed: log (a summary), full, file (not printed) or off."},
     )
     save_dtype: str | None = field(
         default=None,

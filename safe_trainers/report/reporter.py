@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from ..core.dtypes import from_torch
 from ..core.feature import Feature, Run
 from ..core.files import replace_file
 from ..model.inventory import Group, first_products, optimizer_states
-from ..policy.settings import FILE, OFF
+from ..policy.settings import FILE, FULL, LOG, OFF
 from .document import Report
-from .render import console, show, to_json, to_markdown
+from .render import console, show, show_summary, to_json, to_markdown
 from .run_report import FILE as REPORT_FILE
-from .run_report import POLICY, Seen, confirm, contradictions, count, gradient_dtypes, make_report, plan
+from .run_report import Seen, confirm, contradictions, count, gradient_dtypes, make_report, plan, summarize
 
 
 logger = logging.getLogger(__name__)
@@ -123,11 +122,17 @@ class Reporter(Feature):
         if self._shown or not self.run.trainer.is_world_process_zero():
             return
         self._shown = True
-        if self.run.settings.precision_report == FILE:
-            self._write(report)
-        elif self.run.args.log_level not in ("error", "critical"):
-            tables = tuple(table for table in report.tables if table.title != POLICY)  # too long for a log
-            show(replace(report, tables=tables), console(stderr=True))
+        mode, width = self.run.settings.precision_report, 80
+        if mode != FILE and self.run.args.log_level in ("error", "critical"):
+            return
+        self._write(report)
+        if mode == LOG:
+            file = Path(self.run.args.output_dir, REPORT_FILE)
+            show_summary(
+                summarize(report), console(stderr=True, width=width), f"{file}; precision_report=full prints it"
+            )
+        elif mode == FULL:
+            show(report, console(stderr=True, width=width))
 
     def _write(self, report: Report) -> None:
         if not self.run.trainer.is_world_process_zero():

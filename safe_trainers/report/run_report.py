@@ -33,7 +33,7 @@ from .document import Cell, Report, Table
 
 TITLE = "precision report"
 FILE = "precision_report.json"
-"""The file in `output_dir` that `precision_report="file"` writes."""
+"""The file in `output_dir` with the whole report."""
 PLANNED, CONFIRMED = "planned", "confirmed"
 
 GROUPS, CHANGES, POLICY, COVERAGE = "module groups", "changed from stock", "policy", "coverage"
@@ -44,6 +44,11 @@ COLUMNS = (
 )  # fmt: skip
 """Columns of the table of module groups."""
 
+_SUMMARY = {
+    "part": "part", "parameters": "parameters", "compute": "compute", "gradient": "gradient",
+    "optimizer state": "optimizer", "bytes": "bytes",
+}  # fmt: skip
+"""Columns of the table of module groups in a summary, and their names there."""
 _CASTS = {
     "input": "cast to the dtype of the weights",
     "output": "outputs of towers are cast",
@@ -205,6 +210,22 @@ def make_report(run: Run, groups: tuple[Group, ...], planned: tuple[Group, ...] 
         ),
         tuple(_verdicts(run, groups, planned)),
     )
+
+
+def summarize(report: Report) -> Report:
+    """Returns the part of a report that fits a screen: parts with their dtypes and sizes, and changes without reasons.
+
+    Args:
+        report: The report of a run.
+    """
+    groups, changes = report.table(GROUPS), report.table(CHANGES)
+    part, *others = (groups.columns.index(column) for column in _SUMMARY)
+    # The name of the module is left out of `vision tower (model.vision_tower)`.
+    rows = [(str(row[part]).partition(" (")[0], *(row[index] for index in others)) for row in groups.rows]
+    tables = [Table(GROUPS, tuple(_SUMMARY.values()), tuple(rows))]
+    tables.append(Table(CHANGES, changes.columns[:2], tuple(row[:2] for row in changes.rows)))
+    facts = {name: value for name, value in report.facts.items() if name != "media trial"}
+    return replace(report, facts=facts, tables=tuple(tables))
 
 
 def _policy(policy: PrecisionPolicy, engine: Engine, groups: list[Group]) -> Iterator[tuple[Cell, ...]]:

@@ -45,6 +45,43 @@ def test_people_are_shown_sizes_and_no_empty_column():
     assert "fix: adapter_dtype: float32" in text
 
 
+def wide(rows=2):
+    columns = ("part", "parameters", "compute dtype of the layers", "why it is stored like this", "bytes")
+    why = "a reason of several words that does not fit on one line with everything else"
+    return Table(
+        "groups",
+        columns,
+        tuple((f"tower {n} (model.tower.{n})", "bfloat16", "bfloat16", why, 2**20) for n in range(rows)),
+    )
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_line_is_wider_than_the_console_and_no_word_is_cut(width):
+    report = Report("precision report", "a model", {"compute": "bfloat16"}, (wide(),), MADE.verdicts)
+    stream = io.StringIO()
+    render.show(report, Console(file=stream, width=width))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(line == line.rstrip() for line in lines)
+    assert not any(letter in stream.getvalue() for letter in "│┃┏━─")
+    words = {word for row in wide().rows for text in row[:4] for word in text.split()}
+    assert words <= {word.rstrip(",") for line in lines for word in line.split()}
+
+
+def test_a_summary_has_at_most_25_lines(capsys):
+    verdicts = tuple(Problem(f"warning {number} of many", level="warning") for number in range(12))
+    facts = {f"fact {number}": "one value" for number in range(9)}
+    report = Report("precision report", "a model", facts, (wide(30), wide(30)), verdicts)
+    stream = io.StringIO()
+    render.show_summary(report, Console(file=stream, width=80), "in a file")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "the whole report: in a file"
+    assert any(line.startswith("  fact 0 one value, fact 1") for line in lines)
+    assert "  and 29 more" in lines
+
+
 def test_programs_get_plain_values():
     made = json.loads(render.to_json(MADE))
     assert made["tables"]["groups"][1] == {"group": "head", "bytes": 2 * 2**20, "trainable": False, "gradient": None}
