@@ -126,29 +126,33 @@ def begin_checkpoint(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, or the link if it is a link; ignores errors.
+    """Removes a folder or a file, or the link if it is a link; ignores errors in a folder.
 
     Args:
         folder: The folder, which need not exist.
     """
-    if folder.is_symlink():
+    if folder.is_symlink() or folder.is_file():
         folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish_checkpoint(folder: Path, step: int, fault: str | None = None) -> None:
+def finish_checkpoint(
+    folder: Path, step: int, fault: str | None = None, recipe: Mapping[str, Any] | None = None
+) -> None:
     """Marks a checkpoint as complete after all its files have been written.
 
     Args:
         folder: The folder.
         step: The optimizer step of the checkpoint.
         fault: Why no run should resume from it; the checkpoint then counts as incomplete.
+        recipe: The settings that a resumed run has to share, as values for JSON; `None` without a recipe.
     """
     if fault is not None:
         _write_marker(folder, {"format": FORMAT, "complete": False, "step": step, "fault": fault})
         return
-    _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, "files": _written(folder)})
+    settings = {} if recipe is None else {"recipe": dict(recipe)}
+    _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, **settings, "files": _written(folder)})
     remove(folder.with_name(_REPLACED + folder.name))
 
 
@@ -168,7 +172,7 @@ def renew_marker(folder: Path, step: int) -> None:
         logger.warning("%s of %s was changed and cannot be read: %s", MARKER, folder, error)
         return
     files = {**listed, **_written(folder)}
-    _write_marker(folder, {"format": FORMAT, "complete": True, "step": step, "files": files})
+    _write_marker(folder, {**content, "complete": True, "step": step, "files": files})
 
 
 def _written(folder: Path) -> dict[str, int]:

@@ -50,7 +50,11 @@ class ExactCheckpoints:
     Attributes:
         exact_state: Attributes of the trainer that are saved with each checkpoint and restored on resume, if it has
             them. `_last_loaded_step` must not be restored, because a new vLLM engine needs the weights.
+        recipe: Settings that the marker of each checkpoint stores, so that the training commands refuse to resume
+            with others; `None` for a trainer without a recipe.
     """
+
+    recipe: dict[str, Any] | None = None
 
     exact_state: ClassVar[tuple[str, ...]] = (
         *WINDOW,
@@ -104,7 +108,7 @@ class ExactCheckpoints:
         if fault is not None:
             self._run.warn_once(warn("checkpoint-not-finite", folder.name))
         if self.args.should_save:
-            finish_checkpoint(folder, self.state.global_step, fault)
+            finish_checkpoint(folder, self.state.global_step, fault, self.recipe)
         if self._push is not None:
             super()._push_from_checkpoint(self._push)  # type: ignore[misc]
         self._written = run_dir, folder

@@ -10,6 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.errors import SafeTrainersError
+from ..recipes.validate import check_recipe, split_config
+from .launch_env import CRASHED, ERROR_FILE, REFUSED, RESUME_COMMAND, SHARED_FOLDER, STOPPED
+from .main import build_parser, quieten
+from .train import recipe_arguments, run_here
+
 
 def main(argv: Sequence[str]) -> int:
     """Trains, records an exception, and turns it into an exit status.
@@ -20,13 +26,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
-
-    from ..core.errors import SafeTrainersError
-    from ..recipes.validate import check_recipe, split_config
-    from .launch_env import CRASHED, ERROR_FILE, REFUSED, RESUME_COMMAND, SHARED_FOLDER, STOPPED
-    from .main import build_parser, quieten
-    from .train import recipe_arguments, run_here
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record  # imports torch
 
     class Recorder(ErrorHandler):
         """torch's recorder of exceptions without Python's fault handler, which prints a stack in aborted processes."""

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -60,6 +59,7 @@ def run_recipe(
         RecipeError: If the trainer cannot be built; no file is written then.
         PrecisionError: If the precision settings cannot work; no file is written then.
     """
+    from ..recipes.identity import identity
     from .progress import LOG, LogFile, show_progress
     from .signals import StopSignals
     from .stop import StopAtStep
@@ -74,6 +74,7 @@ def run_recipe(
             run.score_name, measure, run.chance = score
             show_phase(f"measuring {run.score_name.rstrip(',')} on {recipe.extra.evaluation_size} examples")
             run.before = measure()
+        trainer.recipe = identity(recipe.task, recipe.values)
         stop = StopAtStep(signals)
         trainer.add_callback(LogFile(run.output_dir / LOG))
         trainer.add_callback(stop)
@@ -132,7 +133,6 @@ def dry_run(recipe: Any) -> Any:
     from .build_inputs import teacher_of
     from .launch_env import SHARED_FOLDER
 
-    _check_resume(recipe)
     recipe.training.resume_from_checkpoint = None
     recipe.extra.warm_up_steps = 0
     if teacher_of(recipe) is not None:
@@ -171,7 +171,6 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
 
     trainer_class = trainer_class or getattr(safe_trainers, TASKS[recipe.task].trainer)
     arguments = recipe.training
-    _check_resume(recipe)
     arguments.model_init_kwargs = _model_init_kwargs(recipe)
     asked = get_quantization_config(dataclasses.replace(recipe.model, dtype="float32"))
     policy = declared_policy(arguments, recipe.model.model_name_or_path, trainer_class, asked)
@@ -201,24 +200,6 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
     return trainer, held_out
 
 
-def _check_resume(recipe: Any) -> None:
-    """Raises a `RecipeError` if the newest checkpoint is requested and no checkpoint is complete."""
-    from ..checkpoint.folder import checkpoints_in, choose_checkpoint
-
-    arguments = recipe.training
-    if str(arguments.resume_from_checkpoint).lower() != "true" or Path("true").is_dir():
-        return
-    found = checkpoints_in(Path(arguments.output_dir))
-    if any(checkpoint.complete for checkpoint in found):
-        return
-    if found:
-        choose_checkpoint(True, Path(arguments.output_dir))
-        return
-    raise RecipeError(
-        f"output_dir {arguments.output_dir} has no checkpoint to resume from. Drop --resume, or write: --resume FOLDER"
-    )
-
-
 def _lora_task_type(recipe: Any) -> str:
     """Returns PEFT's task type: TRL's default, `CAUSAL_LM`, is wrong for reward models."""
     asked: str = recipe.model.lora_task_type
@@ -227,25 +208,29 @@ def _lora_task_type(recipe: Any) -> str:
 
 @contextlib.contextmanager
 def _remove_on_failure(output_dir: Path) -> Iterator[None]:
-    """Creates the output folder, and removes it if the `with` block fails.
+    """Creates the output folder; if the `with` block fails, removes what was added to it, and the folder if it is new.
 
     Args:
-        output_dir: The folder; it is kept if it existed before.
+        output_dir: The folder.
 
     Raises:
         RecipeError: If TRL, transformers or PEFT raise an error; the message is theirs.
     """
-    # Innermost first; empty if the folder existed before.
-    missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
+    from ..checkpoint.folder import remove
+    from .run_folder import LOCK
+
+    missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]  # innermost first
+    kept = {LOCK, *(os.listdir(output_dir) if not missing else ())}
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as error:
-        if missing and os.environ.get("RANK", "0") == "0":
-            shutil.rmtree(output_dir, ignore_errors=True)
-            for parent in missing[1:]:
-                if parent.is_dir() and not any(parent.iterdir()):  # another run may have written to it meanwhile
-                    parent.rmdir()
+        if os.environ.get("RANK", "0") == "0":
+            for path in (path for path in output_dir.iterdir() if path.name not in kept):
+                remove(path)
+            for folder in missing:
+                if folder.is_dir() and not any(folder.iterdir()):  # another run may have written to it meanwhile
+                    folder.rmdir()
         upstream = isinstance(error, (ValueError, TypeError, ImportError, OSError, LookupError, AttributeError))
         if upstream and not isinstance(error, SafeTrainersError):
             raise RecipeError(f"the trainer cannot be built: {type(error).__name__}: {error}") from error

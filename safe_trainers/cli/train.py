@@ -1,6 +1,7 @@
 """`safe-trainers TASK --config FILE --key value ...`, such as `safe-trainers grpo`."""
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
@@ -55,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="build the trainer, print the precision report, and exit without training",
     )
+    parser.add_argument(
+        "--accept-changes",
+        "--accept_changes",
+        action="store_true",
+        help="resume although the recipe has changed since the checkpoint",
+    )
     parser.add_argument("--verbose", action="store_true", help="print the whole precision report, not a summary")
     parser.add_argument("--json", action="store_true", help="print the report of --dry-run as JSON")
 
@@ -85,6 +92,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from .launch import launch
 
     given = {"--dry-run": options.dry_run, "--verbose": options.verbose, "--json": options.json}
+    given["--accept-changes"] = options.accept_changes
     flags = [flag for flag, is_given in given.items() if is_given]
     command = [options.command, *flags, *argv]
     return launch(command, options.accelerate_config, options.num_processes, resume_command(options, rest))
@@ -101,6 +109,20 @@ def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> i
     Returns:
         The exit status.
     """
+    from .run_folder import choose_start, claim, folder_of, note_earlier_run
+
+    if os.environ.get("RANK", "0") != "0":  # this process asks the main process for the checkpoint
+        return _train(options, checked, command)
+    if options.dry_run:
+        return _train(options, choose_start(checked, options.accept_changes), command)
+    with claim(folder_of(checked)):
+        start = choose_start(checked, options.accept_changes)
+        if start is checked:
+            note_earlier_run(folder_of(checked))
+        return _train(options, start, command)
+
+
+def _train(options: argparse.Namespace, checked: "Checked", command: str) -> int:
     from .phases import show_phase
 
     show_phase("importing torch, transformers and TRL")

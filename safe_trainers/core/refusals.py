@@ -273,6 +273,12 @@ REFUSALS = index(
         "{fix}",
     ),
     Finding(
+        "checkpoint-of-another-recipe",
+        "the checkpoint is of a run with other settings: {changes}. The optimizer and the schedule would go on with "
+        "the state of that run.",
+        "use the settings of that run, or write `--accept-changes` to resume with the new ones",
+    ),
+    Finding(
         "checkpoint-damaged",
         "the checkpoint is damaged: {faults}. Loading it would fail half-way, or continue with an incomplete state.",
         "{fix}",

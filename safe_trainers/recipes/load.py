@@ -4,8 +4,8 @@ Everything that can be wrong with a recipe is found before anything is written o
 `validate` checks the file as plain data, and passes its values to TRL's own parser.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ class Recipe:
         model: TRL's `ModelConfig`.
         mixture: TRL's `DatasetMixtureConfig`.
         source: The recipe file; `None` if everything came from the command line.
+        values: What was written, by key.
     """
 
     task: str
@@ -40,6 +41,7 @@ class Recipe:
     model: Any
     mixture: Any
     source: Path | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Parser(TrlParser):
@@ -94,7 +96,7 @@ def load_recipe(checked: Checked) -> Recipe:
         # The configs of TRL and transformers refused a value.
         raise RecipeError(Problem(str(error), place=place)) from error
     source = None if checked.path is None else Path(checked.path)
-    recipe = Recipe(checked.task, extra, script, training, model, mixture, source)
+    recipe = Recipe(checked.task, extra, script, training, model, mixture, source, checked.values)
     if hasattr(script, "reward_funcs"):
         load_rewards(recipe)
     return recipe

@@ -105,7 +105,7 @@ def launched_process(monkeypatch):
     """Runs a launched process in this one, with an error in place of a checked recipe."""
 
     def run(error):
-        def fails(options, checked):
+        def fails(options, checked, command):
             raise error
 
         monkeypatch.setattr(launched, "check_recipe", lambda *arguments: None)

@@ -162,7 +162,7 @@ def test_of_several_checkpoints_the_newest(tmp_path):
     ("given", "said"),
     [
         (["rnu"], "rnu does not exist; did you mean 'run'?"),
-        (["empty"], "empty is not a run: it has neither log.json nor trainer_state.json"),
+        (["empty"], "empty is not a run: it has none of log.jsonl, log.json, trainer_state.json"),
         (["broken"], "broken/log.json cannot be read: "),
         (["other"], "other/log.json is not the log of a run: it has neither `log` nor `log_history`"),
         (["short"], "short/log.json cannot be plotted: the run ended before its first log; lower logging_steps"),

@@ -88,8 +88,9 @@ class Process:
         return bool(read)
 
     def lines(self):
-        """The lines without escape sequences."""
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", self.text).split("\n")[:-1]
+        """The lines without escape sequences, and without what was erased."""
+        lines = [line.rpartition("\x1b[2K")[2] for line in self.text.split("\n")]
+        return [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", line) for line in lines[:-1]]
 
 
 @pytest.fixture

@@ -95,6 +95,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "int8-cannot-compute-in-float32",
         "no-complete-checkpoint",
         "checkpoint-damaged",
+        "checkpoint-of-another-recipe",
         "save-dtype-overflows",
         "nothing-to-merge",
         "adapter-cannot-be-merged",

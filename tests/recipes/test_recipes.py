@@ -239,7 +239,8 @@ def test_files_that_are_no_recipes(text, message, tmp_path, monkeypatch, capsys)
 def test_a_missing_recipe_names_the_nearest(recipe, capsys):
     recipe()
     assert main(["sft", "--config", "recpie.yaml"]) == 2
-    assert capsys.readouterr().err == "error: recpie.yaml: there is no such file; did you mean 'recipe.yaml'?\n"
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == "error: recpie.yaml: there is no such file; did you mean 'recipe.yaml'?"
     with pytest.raises(RecipeError, match=r"did you mean 'grpo/tiny_vlm_bf16\.yaml'"):
         find("grpo/tiny_vlm_bf61.yaml", "recipes")
 
@@ -584,7 +585,9 @@ def test_a_dataset_may_be_one_file_and_places_are_printed_as_they_are(recipe, tm
     changes |= {"reward_funcs": ["math_answer_reward"], "max_steps": 1, "save_strategy": "no", "logging_steps": 1}
     assert main(["grpo", *recipe(**changes, output_dir=output)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said == [f"checkpoint  {output}", f"log         {output}/log.json", f"plot        {output}/plot.png"]
+    places = {"checkpoint": output, "log": f"{output}/log.json", "report": f"{output}/precision_report.json"}
+    places["plot"] = f"{output}/plot.png"
+    assert said[1:] == [f"{what:<11} {place}" for what, place in places.items()]
 
 
 @pytest.mark.parametrize("changes", [

@@ -200,9 +200,18 @@ def test_it_is_shown_once_on_standard_error(tmp_path, capfd):
     trainer.train()
     captured = capfd.readouterr()
     assert captured.err.count("precision report: SafeSFTTrainer") == 1
-    assert "phase: confirmed" in captured.err
+    assert "phase confirmed" in captured.err
+    assert len(captured.err[captured.err.index("precision report") :].splitlines()) <= 25
+    assert captured.err.splitlines()[-1] == f"the whole report: {tmp_path / FILE}; precision_report=full prints it"
     assert "precision report" not in captured.out
-    assert not (tmp_path / FILE).exists()
+    assert json.loads((tmp_path / FILE).read_text()) == trainer.precision.report.to_dict()
+
+
+def test_all_of_it_is_printed_on_request(tmp_path, capfd):
+    built(Cell("text", "sft", "fp32", None), tmp_path, precision_report="full").train()
+    printed = capfd.readouterr().err
+    for words in ("  phase: confirmed\n", "\npolicy\n", "\ncoverage\n"):
+        assert words in printed
 
 
 @pytest.mark.parametrize("settings", [{"precision_report": "off"}, {"log_level": "error"}])
