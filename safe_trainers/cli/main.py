@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from ..core.errors import SafeTrainersError
-from ..core.tasks import TASKS
+from ..core.errors import SafeTrainersError, hint, nearest
+from ..core.tasks import EXPERIMENTAL, TASKS
 from ..core.versions import __version__
 
 
@@ -92,6 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((arg for arg in given if not arg.startswith("-")), None)
     command = COMMANDS.get(chosen or "")
     parser = build_parser(chosen)
+    if not given:
+        parser.print_help()
+        return 0
+    if chosen is not None and command is None:
+        print(f"error: {_no_command(chosen)}", file=sys.stderr)
+        return 2
     options, rest = parser.parse_known_args(given)
     if rest and not (command and command.takes_recipe_keys):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -101,6 +107,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return status
+
+
+def _no_command(name: str) -> str:
+    """The message for a name that is not a command: the nearest one, or how else to do what is meant."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    module = name.lower().replace("-", "_")
+    if module in EXPERIMENTAL:
+        algorithm = EXPERIMENTAL[module]
+        places = getattr(find_spec("trl"), "submodule_search_locations", None) or ()
+        here = any(Path(place, "experimental", module).is_dir() for place in places)
+        missing = "" if here else f" (the installed TRL has no trl.experimental.{module}, but other releases have)"
+        return (
+            f"{name} is an experimental trainer of TRL, which has no command{missing}. In Python:\n"
+            "  from safe_trainers import PrecisionBase, PrecisionMixin\n"
+            f"  from trl.experimental.{module} import {algorithm}Trainer\n\n"
+            f"  class Safe{algorithm}Trainer(PrecisionMixin, {algorithm}Trainer, PrecisionBase): ..."
+        )
+    if name.endswith((".yaml", ".yml")):
+        return f"{name} is not a command. Run: safe-trainers validate {name}, or safe-trainers TASK --config {name}"
+    near = nearest(name, COMMANDS)
+    return f"there is no command {name!r}{hint(near) or '. Run: safe-trainers'}"
 
 
 def _module(command: Command) -> ModuleType:

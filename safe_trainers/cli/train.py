@@ -87,7 +87,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     argv = recipe_arguments(options, rest)
     checked = prepare(options.command, argv, options.accelerate_config, options.num_processes)
-    if options.accelerate_config is None and options.num_processes is None:
+    asked = checked.launch if "WORLD_SIZE" not in os.environ else {}  # a launched process does not launch others
+    config = options.accelerate_config or asked.get("accelerate_config")
+    processes = options.num_processes or asked.get("num_processes")
+    if config is None and processes is None:
         return run_here(options, checked, resume_command(options, rest))
     from .launch import launch
 
@@ -95,7 +98,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     given["--accept-changes"] = options.accept_changes
     flags = [flag for flag, is_given in given.items() if is_given]
     command = [options.command, *flags, *argv]
-    return launch(command, options.accelerate_config, options.num_processes, resume_command(options, rest))
+    return launch(command, config, processes, resume_command(options, rest))
 
 
 def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> int:

@@ -80,7 +80,8 @@ class Fix:
             return _setting_as_yaml(code[1])
         if self.text:
             return _CODE_SPAN.sub(lambda span: f"`{_setting_as_yaml(span[1])}`", self.text)
-        return self.command or self._changes([f"{key}: {yaml_value(value)}" for key, value in self.settings])
+        written = [f"{key}: {yaml_value(value)}" for key, value in self.settings]
+        return self.command or self._changes(written if len(written) == 1 else [f"`{line}`" for line in written])
 
     def _changes(self, settings: list[str]) -> str:
         dropped = [f"drop {' and '.join(f'`{key}`' for key in self.drop)}"] if self.drop else []

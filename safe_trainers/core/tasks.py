@@ -49,6 +49,35 @@ TASKS: Mapping[str, Task] = {
 """The tasks by command, in the order of the help."""
 
 
+EXPERIMENTAL: Mapping[str, str] = {
+    "a2po": "A2PO",
+    "async_distillation": "AsyncDistillation",
+    "async_grpo": "AsyncGRPO",
+    "bco": "BCO",
+    "cpo": "CPO",
+    "gfpo": "GFPO",
+    "gkd": "GKD",
+    "gmpo": "GMPO",
+    "gold": "GOLD",
+    "grpo_with_replay_buffer": "GRPOWithReplayBuffer",
+    "iw_opd": "IWOPD",
+    "minillm": "MiniLLM",
+    "nash_md": "NashMD",
+    "online_dpo": "OnlineDPO",
+    "orpo": "ORPO",
+    "papo": "PAPO",
+    "ppo": "PPO",
+    "prm": "PRM",
+    "sdft": "SDFT",
+    "sdpo": "SDPO",
+    "server_distillation": "ServerDistillation",
+    "tpo": "TPO",
+    "xpo": "XPO",
+}
+"""TRL's experimental trainers without a task, in any supported release: the module in `trl.experimental`, and the name
+in its classes, `PPO` of `PPOTrainer`."""
+
+
 def task_of(name: str) -> Task | None:
     """The task of a drop-in trainer or config.
 

@@ -1,95 +1,68 @@
-"""The `env:` entries of a recipe: which variables it may set, and why not the others.
+"""The `env:` entries of a recipe: which variables it may set.
 
-Recipes are shared. They may set variables that tune a run: processes, threads, memory, logging. Variables that load
-code, hold a secret, or name the place of files or the target of requests must be set in the user's own environment.
+Recipes are shared. A recipe sets the variables that are listed here: they tune processes, threads, memory, logging and
+timeouts. Any other variable could load code, hold a secret, or name the place of files or the target of requests. It
+is not set, which a note says, and the user can set it.
 """
 
 import os
-import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.errors import Place, Problem, hint, nearest, run_command, write
+from ..core.errors import Fix, Place, Problem, hint, nearest, write
 from .yaml_file import Entry
 
 
-PREFIXES = (
-    "CUDA_DEVICE_",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "HF_",
-    "HIP_VISIBLE_DEVICES",
-    "MKL_NUM_THREADS",
-    "NCCL_",
-    "NUMEXPR_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "PYTORCH_",
-    "RAYON_NUM_THREADS",
-    "ROCR_VISIBLE_DEVICES",
-    "TOKENIZERS_PARALLELISM",
-    "TORCH_CPP_LOG_LEVEL",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_NCCL_",
-    "TRACKIO_",
-    "TRANSFORMERS_",
-    "TRL_",
-    "VLLM_",
-    "WANDB_",
-)
-"""The beginnings of the names of variables that a recipe may set."""
+def _names(prefix: str, words: str) -> frozenset[str]:
+    return frozenset(f"{prefix}{word}" for word in words.split())
 
-CODE, SECRET, REQUESTS, FILES = "code to load", "a secret", "the target of requests", "the place of files"
 
-REFUSED = {
-    **dict.fromkeys(
-        (
-            "PYTHONPATH",
-            "PYTHONHOME",
-            "PYTHONSTARTUP",
-            "PLUGIN",
-            "PLUGINS",
-            "CODE",
-            "EXECUTABLE",
-            "INSECURE",
-            "PICKLE",
-            "PRELOAD",
-            "INJECTION",
-            "DEV",
-        ),
-        CODE,
+ALLOWED: frozenset[str] = frozenset().union(
+    _names("", "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES"),
+    _names("", "GLOO_SOCKET_IFNAME TOKENIZERS_PARALLELISM"),
+    _names("", "OMP_NUM_THREADS MKL_NUM_THREADS NUMEXPR_NUM_THREADS OPENBLAS_NUM_THREADS RAYON_NUM_THREADS"),
+    _names("", "OMP_PROC_BIND OMP_SCHEDULE OMP_WAIT_POLICY KMP_AFFINITY KMP_BLOCKTIME NVIDIA_TF32_OVERRIDE"),
+    _names("CUDA_", "DEVICE_MAX_CONNECTIONS DEVICE_ORDER LAUNCH_BLOCKING MODULE_LOADING"),
+    _names(
+        "HF_",
+        "DATASETS_DISABLE_PROGRESS_BARS DATASETS_IN_MEMORY_MAX_SIZE DATASETS_OFFLINE HUB_DISABLE_EXPERIMENTAL_WARNING "
+        "HUB_DISABLE_IMPLICIT_TOKEN HUB_DISABLE_PROGRESS_BARS HUB_DISABLE_SYMLINKS_WARNING HUB_DISABLE_TELEMETRY "
+        "HUB_DISABLE_XET HUB_DOWNLOAD_TIMEOUT HUB_ENABLE_HF_TRANSFER HUB_ETAG_TIMEOUT HUB_OFFLINE HUB_VERBOSITY "
+        "XET_HIGH_PERFORMANCE XET_NUM_CONCURRENT_RANGE_GETS",
     ),
-    **dict.fromkeys(("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS", "AUTH", "IDENTITY"), SECRET),
-    **dict.fromkeys(("ENDPOINT", "URL", "URI", "HOST", "IP", "SERVER", "PROXY", "MODELSCOPE"), REQUESTS),
-    **dict.fromkeys(("PATH", "PATHS", "DIR", "HOME", "CACHE", "FILE", "ROOT", "EXECUTABLES"), FILES),
-}
-"""Words of a name, between underscores, by which it does more than tune a run, the worst first."""
-
-LET_THROUGH = frozenset({"CUDA_MODULE_LOADING", "HF_HUB_DISABLE_IMPLICIT_TOKEN"})
-"""Names with such a word that only tune a run."""
-
-
-def why_not(name: str) -> str | None:
-    """Why a recipe may not set a variable.
-
-    Args:
-        name: Its name.
-
-    Returns:
-        The reason; `None` if it may.
-    """
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        return "it is not the name of a variable"
-    words = name.upper().split("_")
-    kind = next((what for word, what in REFUSED.items() if word in words), None)
-    if kind is not None and name not in LET_THROUGH:
-        return f"it names {kind}, which only your own environment may set"
-    if not name.startswith(PREFIXES):
-        near = nearest(name, [prefix for prefix in PREFIXES if not prefix.endswith("_")])
-        return f"a recipe may only set variables that tune a run{hint(near)}"
-    return None
+    _names(
+        "NCCL_",
+        "ALGO ASYNC_ERROR_HANDLING BLOCKING_WAIT BUFFSIZE CROSS_NIC CUMEM_ENABLE DEBUG DEBUG_SUBSYS IB_DISABLE "
+        "IB_GID_INDEX IB_HCA IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_SL IB_TC IB_TIMEOUT LAUNCH_MODE MAX_CTAS "
+        "MAX_NCHANNELS MIN_CTAS MIN_NCHANNELS NET_GDR_LEVEL NSOCKS_PERTHREAD NTHREADS NVLS_ENABLE P2P_DISABLE "
+        "P2P_LEVEL PROTO SHM_DISABLE SOCKET_FAMILY SOCKET_IFNAME SOCKET_NTHREADS TIMEOUT",
+    ),
+    _names(
+        "PYTORCH_",
+        "ALLOC_CONF CUDA_ALLOC_CONF ENABLE_MPS_FALLBACK HIP_ALLOC_CONF MPS_HIGH_WATERMARK_RATIO "
+        "MPS_LOW_WATERMARK_RATIO NO_CUDA_MEMORY_CACHING",
+    ),
+    _names(
+        "TORCH_",
+        "CPP_LOG_LEVEL DISTRIBUTED_DEBUG NCCL_ASYNC_ERROR_HANDLING NCCL_AVOID_RECORD_STREAMS NCCL_BLOCKING_WAIT "
+        "NCCL_DUMP_ON_TIMEOUT NCCL_ENABLE_MONITORING NCCL_HEARTBEAT_TIMEOUT_SEC NCCL_TRACE_BUFFER_SIZE",
+    ),
+    _names("TRACKIO_", "PROJECT"),
+    _names("TRANSFORMERS_", "NO_ADVISORY_WARNINGS OFFLINE VERBOSITY"),
+    _names("TRL_", "EXPERIMENTAL_SILENCE"),
+    _names(
+        "VLLM_",
+        "ALLOW_LONG_MAX_MODEL_LEN ATTENTION_BACKEND CPU_KVCACHE_SPACE CPU_OMP_THREADS_BIND DISABLE_COMPILE_CACHE "
+        "DO_NOT_TRACK ENABLE_V1_MULTIPROCESSING ENGINE_ITERATION_TIMEOUT_S FLASH_ATTN_VERSION IMAGE_FETCH_TIMEOUT "
+        "LOGGING_LEVEL NO_USAGE_STATS SLEEP_WHEN_IDLE USE_FLASHINFER_SAMPLER USE_V1 WORKER_MULTIPROC_METHOD",
+    ),
+    _names(
+        "WANDB_",
+        "CONSOLE DISABLED JOB_TYPE LOG_MODEL MODE NAME NOTES PROJECT RESUME RUN_GROUP RUN_ID SILENT TAGS WATCH",
+    ),
+)  # fmt: skip
+"""The variables that a recipe may set: none of them changes which code or files are loaded, or where data is sent."""
 
 
 def env_problems(env: Mapping[str, Entry], path: str | None) -> Iterator[Problem]:
@@ -100,24 +73,32 @@ def env_problems(env: Mapping[str, Entry], path: str | None) -> Iterator[Problem
         path: The name of the file.
 
     Yields:
-        One problem for each entry that cannot be set.
+        A note for each variable that is not set, and a problem for each value that is not a single one.
     """
     for name, entry in env.items():
-        reason, place = why_not(name), Place(path, entry.line, "env")
-        if reason is not None:
-            yield Problem(f"env cannot set {name}: {reason}", fix=run_command(f"export {name}=..."), place=place)
-        elif _value(entry) is None:
+        place, value = Place(path, entry.line, "env"), _value(entry)
+        if value is None:
             what, fix = f"the value of {name} in env must be a single value", write(env={name: "VALUE"})
             yield Problem(what, fix=fix, place=place)
+        elif name not in ALLOWED:
+            what = f"env does not set {name}: a recipe sets only variables that are known to tune a run"
+            setting = f"export {name}={shlex.quote(value)}"
+            can_be_set = name.isidentifier() and "`" not in setting
+            yield Problem(
+                f"{what}{hint(nearest(name, ALLOWED, 0.9))}",
+                fix=Fix(f"if you trust it, run `{setting}`") if can_be_set else None,
+                level="note",
+                place=place,
+            )
 
 
 def variables(env: Mapping[str, Entry]) -> dict[str, str]:
-    """The variables that the entries of `env` set, without those that `env_problems` refuses.
+    """The variables that the entries of `env` set, without those that `env_problems` names.
 
     Args:
         env: The entries, as `read_file` reads them.
     """
-    values = {name: _value(entry) for name, entry in env.items() if why_not(name) is None}
+    values = {name: _value(entry) for name, entry in env.items() if name in ALLOWED}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -126,7 +126,7 @@ def recipe_path(name: str) -> Path:
         The file; a name that is neither is returned unchanged.
 
     Raises:
-        RecipeError: If several recipes have that name.
+        RecipeError: If several recipes have that name, or a name like that of a packaged recipe is no file's.
     """
     path = Path(name)
     if os.path.exists(path):
@@ -134,6 +134,9 @@ def recipe_path(name: str) -> Path:
     found = _matches(name, "recipes")
     if len(found) > 1:
         raise _several(name, found, "recipes")
+    near = None if found or os.path.isdir(path.parent) or path.suffix == ".yml" else _nearest(name, "recipes")
+    if near is not None:
+        raise RecipeError(f"there is no file and no recipe {name}{hint(near)}")
     return found[0] if found else path
 
 

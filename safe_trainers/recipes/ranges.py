@@ -34,7 +34,7 @@ UPSTREAM: Mapping[str, Range] = {
         "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_generations_eval "
         "num_iterations steps_per_generation max_completion_length max_length lora_r lora_alpha "
         "torch_empty_cache_steps dataloader_prefetch_factor vllm_tensor_parallel_size vllm_max_model_length "
-        "ref_model_sync_steps ddp_timeout dataset_num_proc",
+        "ref_model_sync_steps ddp_timeout dataset_num_proc num_processes",
     ),
     **_ranges(Range(2, integer=True), "num_generations generation_batch_size"),
     **_ranges(

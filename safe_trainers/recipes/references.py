@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +31,9 @@ DISKS = frozenset({"nvme_path", "output_path", "output_file", "csv_monitor", "te
 
 CACHES = frozenset({"cache_dir", "offload_folder"})
 """Entries of `model_init_kwargs` that name a folder to write to."""
+
+INIT_KWARGS = ("model_init_kwargs", "teacher_model_init_kwargs")
+"""Keys with arguments of `from_pretrained`."""
 
 NAMES = ("run_name", "project", "hub_model_id")
 """Keys from which trackers and the hub make names of folders."""
@@ -153,7 +157,7 @@ def _rewards(settings: Settings) -> Iterator[Problem]:
         yield settings.error("reward_funcs", what, write(reward_funcs=["think_format_reward"]))
     for item, name in enumerate(names):
         if "." not in name:
-            for problem in _registered(name):
+            for problem in _registered(name, settings.for_run):
                 yield problem.at(settings.place("reward_funcs", item=item))
             continue
         wrong, path = missing_function(name)
@@ -197,9 +201,9 @@ def _inside(settings: Settings) -> Iterator[Problem]:
             what = f"{key} {shown(name)} is a path, and a run writes only below its output_dir"
             yield settings.error(key, what, write(**{key: PurePosixPath(name).name or "NAME"}))
     output = Path(settings["output_dir"] or "trainer_output")
-    places = {"model_init_kwargs": CACHES, "deepspeed": DISKS, "logging_dir": frozenset({"logging_dir"})}
+    places = {**dict.fromkeys(INIT_KWARGS, CACHES), "deepspeed": DISKS, "logging_dir": frozenset({"logging_dir"})}
     for key, words in places.items():
-        if not settings.sets(key) or not settings.sound(key):
+        if not settings.has(key) or not settings.sets(key) or not settings.sound(key):
             continue
         value = settings[key]
         for name, place in [(key, value)] if key == "logging_dir" else _places(value, words):
@@ -232,18 +236,29 @@ def _below(place: str, output: Path) -> bool:
 
 def _trust(settings: Settings) -> Iterator[Problem]:
     """Code and secrets in a recipe, which is shared."""
-    inner = (settings["model_init_kwargs"] or {}) if settings.sound("model_init_kwargs") else {}
-    if settings["trust_remote_code"] or inner.get("trust_remote_code"):
-        key = "trust_remote_code" if settings["trust_remote_code"] else "model_init_kwargs"
-        what = f"trust_remote_code is on: the code that comes with {settings['model_name_or_path']} is run"
-        yield settings.note(key, what)
-    if (settings.sets("hub_token") and settings["hub_token"]) or inner.get("token"):
+    keys = [key for key in INIT_KWARGS if settings.sets(key) and settings.sound(key)]
+    inner = {key: settings[key] for key in keys if isinstance(settings[key], dict)}
+    trusting = ["trust_remote_code"] if settings["trust_remote_code"] else []
+    for key in [*trusting, *(key for key, held in inner.items() if held.get("trust_remote_code"))]:
+        model = settings["teacher_model_name_or_path" if key.startswith("teacher") else "model_name_or_path"]
+        yield settings.note(key, f"trust_remote_code is on: the code that comes with {model} is run")
+    kernels = {"attn_implementation": settings.usable("attn_implementation")}
+    kernels |= {key: held.get("attn_implementation") for key, held in inner.items()}
+    for key, name in kernels.items():
+        if isinstance(name, str) and "/" in name:
+            yield settings.note(
+                key, f"attn_implementation {shown(name)} is code from the hub: it is downloaded and run"
+            )
+    for key, held in inner.items():
+        if held.get("use_kernels"):
+            yield settings.note(key, "use_kernels is on: code from the hub is downloaded and run")
+    if (settings.sets("hub_token") and settings["hub_token"]) or any(held.get("token") for held in inner.values()):
         what = "a token is a secret, and recipes are shared: leave it out, and log in"
-        yield settings.error(("hub_token", "model_init_kwargs"), what, run_command("huggingface-cli login"))
+        yield settings.error(("hub_token", *INIT_KWARGS), what, run_command("hf auth login"))
 
 
-def _registered(name: str) -> tuple[Problem, ...]:
-    """The problems of a reward that is named without a dotted path."""
+def _registered(name: str, for_run: bool) -> tuple[Problem, ...]:
+    """The problems of a reward that is named without a dotted path; a package may be missing where nothing is run."""
     if name not in rewards.TRL_REWARDS:
         try:
             rewards.import_reward(name)
@@ -251,5 +266,5 @@ def _registered(name: str) -> tuple[Problem, ...]:
             return error.problems
         return ()
     if name in rewards.NEEDS_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
-        return (rewards.needs_math_verify(name),)
+        return (replace(rewards.needs_math_verify(name), level="error" if for_run else "warning"),)
     return ()

@@ -3,25 +3,41 @@
 What TRL and transformers would refuse after seconds of imports, or ignore without a message, from plain values only.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from ..core.device import Device
-from ..core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, SHORT, parse_dtype, rename_torch_dtype
-from ..core.errors import Place, PrecisionError, Problem, leave_out, nearest, refuse, write
+from ..core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, HALVES, SHORT, parse_dtype, rename_torch_dtype
+from ..core.errors import (
+    Place,
+    PrecisionError,
+    Problem,
+    RecipeError,
+    hint,
+    leave_out,
+    nearest,
+    refuse,
+    warn,
+    write,
+)
 from ..core.tasks import TASKS
 from ..data.checks import contradictions, out_of_range
 from ..policy.resolve import FLAG_OF, Choice, ModelFacts, Requested, resolve, resolve_compute
 from ..policy.sampling import uncorrectable
 from ..policy.settings import ADAPTER_DTYPES, unknown_choice
 from .ranges import RANGES, USUAL
-from .schema import shown
+from .schema import convert, shown
 from .settings import Settings
 
 
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
         "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora")  # fmt: skip
+HEADS = frozenset({"lm_head", "score", "classifier", "qa_outputs", "v_head"})
+"""Linear layers whose path is one name."""
+SIMILAR = 0.8
+"""The similarity from which an unknown entry of a mapping is taken for a misspelt one."""
 FOUR_BIT = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 FSDP = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap")
 PRECISION = ("precision", "fp16", "bf16")
@@ -200,6 +216,36 @@ def _precision(settings: Settings) -> Iterator[Problem]:
         yield settings.finding(problem, *PRECISION, "rollout_compute")
 
 
+def _half_trainables(settings: Settings) -> Iterator[Problem]:
+    """Weights that are loaded and trained in half precision, without adapters."""
+    asked, decided = _load_dtype(settings) or settings.usable("dtype"), _declared_compute(settings)
+    if settings["use_peft"] or settings["load_in_4bit"] or settings["load_in_8bit"] or not asked or decided is None:
+        return
+    try:
+        weights = parse_dtype(str(asked), field="dtype")
+    except PrecisionError:  # a problem of `_dtypes`
+        return
+    if weights not in HALVES:
+        return
+    keys = ("model_init_kwargs", "dtype") if _load_dtype(settings) else ("dtype",)
+    if decided.value == FLOAT16 and not settings["use_cpu"]:
+        if not settings["upcast_trainables"]:
+            given = f"upcast_trainables=False with {decided.reason} and weights in {weights}"
+            problem = refuse("half-trainables-under-loss-scaling", given, memory="2 bytes for each parameter")
+            yield settings.finding(problem, "upcast_trainables")
+        return
+    inner = settings["model_init_kwargs"] or {}
+    fix: dict[str, Any] = {"dtype": FLOAT32}
+    if _load_dtype(settings):
+        fix = {"model_init_kwargs": {**inner, "dtype": FLOAT32}}
+    if decided.value == FLOAT32 and not settings["use_cpu"]:
+        fix |= {FLAG_OF[weights]: True} if settings["precision"] is None else {"precision": SHORT[weights]}
+    rate = settings.usable("learning_rate")
+    details = {"count": "all", "total": "the", "dtypes": weights, "rate": f"{rate:g}", "share": "some", "fix": ""}
+    problem = warn("half-trainables", f"a model that is trained as a whole in {weights}", **details)
+    yield settings.finding(replace(problem, fix=write(**fix)), *keys)
+
+
 def _compute_of_4bit(settings: Settings) -> Iterator[Problem]:
     asked, decided = settings["bnb_4bit_compute_dtype"], _declared_compute(settings)
     if asked is None or not settings["load_in_4bit"] or decided is None or decided.value == FLOAT32:
@@ -247,6 +293,68 @@ def _lora(settings: Settings) -> Iterator[Problem]:
     if given and not settings["use_peft"] and not settings.sets("use_peft"):
         what = f"{', '.join(given)}: only for adapters, and use_peft is off: the whole model would be trained"
         yield settings.error(given, what, write(use_peft=True))
+
+
+def _lora_targets(settings: Settings) -> Iterator[Problem]:
+    """A single name, which PEFT matches with the whole path of a module, unless it is its word for all layers."""
+    targets, key = settings["lora_target_modules"], "lora_target_modules"
+    known = settings.schema.keys[key].examples
+    if not targets or len(targets) != 1 or not known or targets[0].lower() in known:
+        return
+    (name,), (every, *_) = targets, known
+    plain = name.lower().replace("_", "-")
+    if every.startswith(plain) or nearest(plain, known, 0.75) is not None or plain in ("*", ".*"):
+        what = f"{key}: {shown(name)} is not the name of a module; did you mean {every!r}?"
+        yield settings.error(key, what, write(**{key: every}))
+        return
+    try:
+        re.compile(name)
+    except re.error as error:
+        yield settings.error(key, f"{key}: {shown(name)} is not a regular expression: {error}", write(**{key: every}))
+        return
+    if name.isidentifier() and name not in HEADS:
+        what = f"{key}: PEFT matches a single name with the whole path of a module, and {shown(name)} is a part of one"
+        yield settings.warning(key, what, write(**{key: rf".*\.{name}"}))
+
+
+def _kto(settings: Settings) -> Iterator[Problem]:
+    """What TRL's KTO needs to pair each prompt with another completion of its batch."""
+    if settings.task != "kto" or settings["loss_type"] == "apo_zero_unpaired":
+        return
+    if settings["per_device_train_batch_size"] == 1:
+        what = "per_device_train_batch_size is 1, and KTO estimates the KL term from the other completions of a batch"
+        keys = ("per_device_train_batch_size", "loss_type")
+        yield settings.error(keys, what, write(per_device_train_batch_size=2))
+    order = settings["train_sampling_strategy"]
+    if order not in (None, "sequential"):
+        what = f"train_sampling_strategy is {order}, and KTO pairs each completion with its neighbours in the dataset"
+        yield settings.error("train_sampling_strategy", what, write(train_sampling_strategy="sequential"))
+
+
+def _entries(settings: Settings) -> Iterator[Problem]:
+    """Misspelt entries of mappings whose entries are arguments of transformers."""
+    for key, known in settings.schema.keys.items():
+        written = settings[key] if settings.sets(key) and settings.sound(key) else None
+        if not known.entries or not isinstance(written, dict):
+            continue
+        if key == "generation_kwargs" and settings.usable("use_vllm"):
+            continue  # these are vLLM's
+        for name in written:
+            near = nearest(str(name), known.entries, SIMILAR) if name not in known.entries else None
+            if near is not None:
+                fix = write(**{key: {(near if other == name else other): value for other, value in written.items()}})
+                yield settings.error(key, f"{key} has no entry {str(name)!r}{hint(near)}", fix)
+            elif name not in known.entries and key != "generation_kwargs":
+                what = (
+                    f"{key} sets `{name}`, which is not an argument of from_pretrained: it needs to be an entry of the"
+                )
+                yield settings.note(key, f"{what} model's config")
+        inner, accepted = written.get("attn_implementation"), settings.schema.keys["attn_implementation"]
+        if isinstance(inner, str):
+            try:
+                convert(accepted, inner)
+            except RecipeError as error:
+                yield from (settings.finding(replace(problem, fix=None), key) for problem in error.problems)
 
 
 def _vllm(settings: Settings) -> Iterator[Problem]:
@@ -348,9 +456,14 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterator[Problem]]], ..
     (PRECISION, _precision),
     (("model_init_kwargs",), _older_name),
     (("bf16", "fp16", "precision", "bnb_4bit_compute_dtype", "load_in_4bit"), _compute_of_4bit),
+    ((*PRECISION, "use_peft", "load_in_4bit", "load_in_8bit", "upcast_trainables", "model_init_kwargs", "dtype"),
+     _half_trainables),
     (PRECISION, _launch_precision),
     (("load_in_4bit", "load_in_8bit", "use_peft", *FOUR_BIT), _quantisation),
     (("use_peft", *LORA), _lora),
+    (("lora_target_modules",), _lora_targets),
+    (("per_device_train_batch_size", "loss_type", "train_sampling_strategy"), _kto),
+    ((), _entries),
     (("use_vllm", "vllm_mode"), _vllm),
     (("reward_funcs", "reward_weights"), _rewards),
     (("loss_type", "importance_sampling_level"), _losses),

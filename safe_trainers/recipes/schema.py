@@ -42,6 +42,8 @@ IN_WORDS = {
 _ITEMS = {STRING: "strings", INTEGER: "integers", NUMBER: "numbers", MAPPING: "`key: value` pairs"}
 FILES_OR_MAPPINGS = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
 """Keys that accept a mapping, or the name of a file that holds one."""
+OPEN: Mapping[str, re.Pattern[str]] = {"attn_implementation": re.compile("[/|:]")}
+"""Patterns of strings that a key accepts beside its choices: the names of kernels on the hub."""
 DTYPES = frozenset({"precision", "adapter_dtype", "save_dtype", "bnb_4bit_compute_dtype"})
 """Keys whose strings `parse_dtype` checks, with a refusal of its own."""
 
@@ -65,6 +67,8 @@ class Key:
         length: The length of its list; `None` for any.
         fields: The keys of each mapping in its list; `None` for any.
         help: The description from its dataclass.
+        entries: The known keys of its mapping, which may hold others; empty if none are known.
+        examples: Strings with a meaning of their own, where any string is accepted.
     """
 
     name: str
@@ -75,6 +79,8 @@ class Key:
     length: int | None = None
     fields: tuple[str, ...] | None = None
     help: str = ""
+    entries: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str, content: Mapping[str, Any]) -> "Key":
@@ -95,8 +101,18 @@ class Key:
             types.pop(item)
         fields = tuple(items["properties"]) if "properties" in items else None
         accepted = tuple(choices) if choices and name not in DTYPES else None
-        shown, default = content.get("description", ""), content.get("default")
-        return cls(name, tuple(types), default, accepted, item, content.get("minItems"), fields, shown)
+        return cls(
+            name,
+            tuple(types),
+            content.get("default"),
+            accepted,
+            item,
+            content.get("minItems"),
+            fields,
+            content.get("description", ""),
+            tuple(content.get("properties", ())),
+            tuple(content.get("examples", ())),
+        )
 
     @property
     def accepted(self) -> str:
@@ -106,6 +122,8 @@ class Key:
             shown = [choice for choice in self.choices[:12] if choice]
             more = ["..."] if len(self.choices) > 12 else []
             others = [IN_WORDS[kind] for kind in self.types if kind in (BOOLEAN, INTEGER)]
+            others += ["a list of them"] if self.item is not None else []
+            others += ["the name of a kernel on the hub"] if self.name in OPEN else []
             return " or ".join(["one of " + ", ".join([*shown, *more]), *others])
         if self.item is not None:
             words.append(f"a list of {f'{self.length} ' if self.length is not None else ''}{_ITEMS[self.item]}")
@@ -134,13 +152,23 @@ class Schema:
             task: The task.
             content: The schema.
         """
-        properties = {name: part for name, part in content["properties"].items() if name != "env"}
+        properties = {n: part for n, part in content["properties"].items() if n != "env" and n not in LAUNCH}
         return cls(task, {name: Key.of(name, part) for name, part in properties.items()}, content[VERSIONS])
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The default of each key."""
         return {name: key.default for name, key in self.keys.items()}
+
+
+LAUNCH: Mapping[str, Key] = {
+    key.name: key
+    for key in (
+        Key("accelerate_config", (STRING, NULL), help="Launch config; `--accelerate_config` wins over it."),
+        Key("num_processes", (INTEGER, NULL), help="Processes to launch; `--num_processes` wins over it."),
+    )
+}
+"""The keys that the launching command reads, as TRL's does. Launched processes ignore them."""
 
 
 def available() -> list[str]:
@@ -213,8 +241,9 @@ def _read(task: str, path: Path) -> Schema:
 def convert(key: Key, value: Any, text: str | None = None) -> Any:
     """Converts a value of a file to a type that its key accepts, if no meaning is lost by it.
 
-    A string that YAML 1.1 does not read as a number (`1e-5`) is converted to one; an integer to a float; a single
-    value to a list of one; a number or a date to a string.
+    A string is converted to a number (`1e-5`, which YAML 1.1 does not read as one) or, as by TRL's parser, to true or
+    false (`"yes"`); 1 and 0 to true and false; an integer to a float; a single value to a list of one; a number or a
+    date to a string.
 
     Args:
         key: The key.
@@ -235,6 +264,9 @@ def convert(key: Key, value: Any, text: str | None = None) -> Any:
         raise _unfit(key, "null", None if key.default is None else write(**{key.name: key.default}))
     if isinstance(value, (list, tuple, set)):
         return _convert_list(key, value)
+    truth = _truth(key, value)
+    if truth is not None:
+        return truth
     for kind in key.types:
         made = _as(kind, value, text, key.choices)
         if made is not None:
@@ -265,7 +297,7 @@ def convert_words(key: Key, words: list[str]) -> Any:
         if word.lower() in {"none", "null"} and NULL in key.types and word not in (key.choices or ()):
             return word if STRING in key.types else None
         if BOOLEAN in key.types and word.lower() in _TRUTH and word not in (key.choices or ()):
-            return _TRUTH[word.lower()]
+            return _TRUTH[word.lower()]  # also if the key accepts other strings, as `--scale_rewards false`
         if MAPPING in key.types or key.item == MAPPING:
             return convert(key, _json(word))
         return convert(key, word, word)
@@ -315,7 +347,7 @@ def _as(kind: str, value: Any, text: str | None, choices: Iterable[str] | None) 
         return (value,) if isinstance(value, bool) else None
     if kind in (INTEGER, NUMBER):
         if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-            whole = re.fullmatch(r"[-+]?\d+", value.strip()) and len(value) < 19
+            whole = re.fullmatch(r"[-+]?\d[\d_]*", value.strip()) and len(value) < 19
             value, plain_number = (int(value) if whole else float(value)), True
         if kind == INTEGER:
             return (value,) if plain_number and isinstance(value, int) else None
@@ -329,13 +361,28 @@ def _as(kind: str, value: Any, text: str | None, choices: Iterable[str] | None) 
     return (value,) if kind == MAPPING and isinstance(value, dict) else None
 
 
+def _truth(key: Key, value: Any) -> bool | None:
+    """What a string, 1 or 0 means for a key that accepts true and false, and neither numbers nor any string."""
+    if BOOLEAN not in key.types or {INTEGER, NUMBER} & set(key.types) or not isinstance(value, (str, int)):
+        return None
+    if STRING in key.types and (key.choices is None or value in key.choices or isinstance(value, bool)):
+        return None
+    return _TRUTH.get(str(value).lower())
+
+
 def _chosen(key: Key, value: Any) -> Any:
     if isinstance(value, str) and MAPPING in key.types:
         return _mapping_from(key, value)
-    if key.choices is not None and isinstance(value, str) and value not in key.choices:
-        near = nearest(value, key.choices)
+    if isinstance(value, str) and not _is_choice(key, value):
+        near = nearest(value, key.choices or ())
         raise _unfit(key, shown(value), None if near is None else write(**{key.name: near}))
     return value
+
+
+def _is_choice(key: Key, value: str) -> bool:
+    if key.choices is None or value in key.choices:
+        return True
+    return key.name in OPEN and OPEN[key.name].search(value) is not None
 
 
 def _mapping_from(key: Key, value: str) -> Any:
@@ -364,6 +411,12 @@ def _convert_list(key: Key, values: Any, text: str | None = None) -> list[Any]:
         if wrong:
             raise _refused(f"{key.name} has no entry {wrong[0]!r}{hint(nearest(wrong[0], key.fields or ()))}")
         made.append(found[0])
+    strange = next((item for item in made if isinstance(item, str) and not _is_choice(key, item)), None)
+    if strange is not None:
+        near = nearest(strange, key.choices or ())
+        right = [near if item == strange else item for item in made]
+        meant = right[0] if len(right) == 1 and key.types[:1] != (LIST,) else right
+        raise _unfit(key, shown(strange), None if near is None else write(**{key.name: meant}))
     if key.length is not None and len(made) != key.length:
         raise _unfit(key, f"a list of {len(made)}")
     return made
@@ -372,10 +425,8 @@ def _convert_list(key: Key, values: Any, text: str | None = None) -> list[Any]:
 def _meant(key: Key, value: Any) -> Fix | None:
     """The line that was probably meant."""
     meant: Any = None
-    if BOOLEAN in key.types and isinstance(value, str) and value.lower() in {*_TRUTH, "on", "off"}:
-        meant = _TRUTH.get(value.lower(), value.lower() == "on")
-    elif BOOLEAN in key.types and value in (0, 1) and isinstance(value, int):
-        meant = bool(value)
+    if BOOLEAN in key.types and isinstance(value, str) and value.lower() in ("on", "off"):
+        meant = value.lower() == "on"
     elif INTEGER in key.types and isinstance(value, float) and value.is_integer():
         meant = int(value)
     elif key.types[:1] == (STRING,) and isinstance(value, bool):

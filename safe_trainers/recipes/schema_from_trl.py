@@ -18,6 +18,7 @@ from ..core.dtypes import AUTO, SHORT
 from ..core.versions import stable_tasks
 from ..data.images import MODES
 from ..policy.settings import ACCEPTED, ADAPTER_DTYPES, ROLLOUT_COMPUTE
+from .accepted_values import EXAMPLES, choices_of, entries_of
 from .keys import recipe_classes
 from .ranges import RANGES
 from .schema import (
@@ -25,33 +26,33 @@ from .schema import (
     FILES_OR_MAPPINGS,
     FOLDER,
     INTEGER,
+    LAUNCH,
     LIST,
     MAPPING,
     NULL,
     NUMBER,
+    OPEN,
     SINGLE,
     STRING,
     VERSIONS,
+    Key,
     Schema,
 )
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-ALSO = {"scale_rewards": (BOOLEAN,), "resume_from_checkpoint": (BOOLEAN,)}
-"""Types that a key accepts according to its documentation, but not to its annotation."""
+ALSO = {"scale_rewards": (BOOLEAN,), "resume_from_checkpoint": (BOOLEAN,), "fsdp": (BOOLEAN, LIST)}
+"""Types that a key accepts according to its documentation or its code, but not to its annotation."""
+
+ITEMS: Mapping[str, dict[str, Any]] = {"fsdp": {"type": STRING}}
+"""The items of lists that annotations do not name."""
 
 UPSTREAM: Mapping[str, tuple[str, ...]] = {
     "include_num_input_tokens_seen": ("no",),  # TRL's parser reads all else as true or false
     "pad_to_multiple_of": ("auto",),
-    "importance_sampling_level": ("token", "sequence"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "scale_rewards": ("group", "batch", "none"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    "vllm_mode": ("colocate", "server"),
 }
-"""Strings that TRL and transformers compare with, which neither annotations nor metadata name. A test finds TRL's in
-its source."""
+"""Strings that keys of other types accept too, according to their documentation."""
 
 
 def _spellings(dtypes: typing.Iterable[str]) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ ENV = {
     "additionalProperties": {"type": [STRING, NUMBER, BOOLEAN]},
     "description": "Environment variables that tune the run; the environment wins over them.",
 }
-"""The one key that no dataclass has."""
+"""The key of environment variables, which no dataclass has."""
 
 
 @dataclasses.dataclass
@@ -119,12 +120,12 @@ def json_schema(task: str) -> dict[str, Any]:
     Args:
         task: One of `TASKS`.
     """
-    properties: dict[str, Any] = {"env": ENV}
+    properties: dict[str, Any] = {"env": ENV, **{name: _launch_property(key) for name, key in LAUNCH.items()}}
     for cls in recipe_classes(task):
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if field.init:
-                properties[field.name] = _property(field, _read(hints[field.name]))
+                properties[field.name] = _property(cls, field, _read(hints[field.name]))
     return {
         "$schema": DIALECT,
         "title": f"A recipe for safe-trainers {task}",
@@ -159,18 +160,33 @@ def main() -> int:
     return 0
 
 
-def _property(field: Any, hint: _Hint) -> dict[str, Any]:
-    default = _default(field)
-    choices = list(field.metadata.get("choices") or CHOICES.get(field.name) or hint.choices)
+def _property(cls: type, field: Any, hint: _Hint) -> dict[str, Any]:
+    name, default = field.name, _default(field)
+    choices = list(field.metadata.get("choices") or CHOICES.get(name) or choices_of(cls, field) or hint.choices)
     if choices and isinstance(default, str) and default not in choices:
         choices = [default, *choices]
-    kinds = [*hint.types, *(kind for kind in ALSO.get(field.name, ()) if kind not in hint.types)]
-    length = LENGTHS.get(field.name, hint.length)
-    made = property_of(field.name, kinds, choices if STRING in kinds else [], hint.items, length)
+    kinds = [*hint.types, *(kind for kind in ALSO.get(name, ()) if kind not in hint.types)]
+    items, length = ITEMS.get(name, hint.items), LENGTHS.get(name, hint.length)
+    texts = STRING in kinds or (items or {}).get("type") == STRING
+    if name in ITEMS:  # their strings hold several words, which a rule checks
+        texts = False
+    made = property_of(name, kinds, choices if texts else [], items, length)
     if default is not None or NULL in kinds:
         made["default"] = default
-    help_text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
-    return made | ({"description": help_text} if help_text else {})
+    if entries_of(name):
+        made["properties"] = {entry: {} for entry in entries_of(name)}
+    if name in EXAMPLES:
+        made["examples"] = list(EXAMPLES[name])
+    return made | _described(field.metadata.get("help", ""))
+
+
+def _launch_property(key: Key) -> dict[str, Any]:
+    return property_of(key.name, list(key.types), []) | {"default": None} | _described(key.help)
+
+
+def _described(text: object) -> dict[str, str]:
+    help_text = " ".join(str(text).replace("%%", "%").split())
+    return {"description": help_text} if help_text else {}
 
 
 def property_of(
@@ -190,8 +206,11 @@ def property_of(
     if items is not None and single:
         kinds = [*kinds, items["type"]]
     made: dict[str, Any] = {}
-    if choices and not {INTEGER, LIST}.isdisjoint(kinds):  # an enum would have to name every integer or list
+    if choices and (name in OPEN or not {INTEGER, LIST}.isdisjoint(kinds)):
+        # An enum would have to name every integer or list, or every string that fits the pattern.
         made["anyOf"] = [{"type": kind} | ({"enum": choices} if kind == STRING else {}) for kind in kinds]
+        if name in OPEN:
+            made["anyOf"].append({"type": STRING, "pattern": OPEN[name].pattern})
     else:
         made["type"] = kinds[0] if len(kinds) == 1 else kinds
         if choices:
@@ -200,6 +219,8 @@ def property_of(
         made["pattern"] = r"^\s*\{"  # a mapping as JSON
     if items is None:
         return made | _limits(name)
+    if choices and items["type"] == STRING:
+        items = items | {"enum": [choice for choice in choices if choice]}
     lengths = {"minItems": length, "maxItems": length} if length is not None else {}
     return made | {"items": items | _limits(name)} | lengths | ({SINGLE: True} if single else {})
 
@@ -241,9 +262,9 @@ def _read(hint: Any) -> _Hint:
 
 def _items(hint: Any) -> dict[str, Any]:
     """The schema of the items of a list; a dataclass is a mapping of its fields, an enum one of its values."""
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
-        fields = {field.name: _property(field, _read(hints[field.name])) for field in dataclasses.fields(hint)}
+        fields = {field.name: _property(hint, field, _read(hints[field.name])) for field in dataclasses.fields(hint)}
         return {"type": MAPPING, "properties": fields, "additionalProperties": False}
     made = _read(hint)
     return {"type": made.types[0]} | ({"enum": made.choices} if made.choices else {})

@@ -55,6 +55,8 @@ class Settings:
         processes: The number of processes of the run; `None` if it is not known.
         launch: The entries of the accelerate config.
         launch_path: Its name.
+        launcher: The `accelerate_config` and `num_processes` of the file.
+        for_run: Whether the recipe is run on this machine.
     """
 
     task: str
@@ -67,6 +69,8 @@ class Settings:
     processes: int | None = 1
     launch: Mapping[str, Entry] = field(default_factory=dict)
     launch_path: str | None = None
+    launcher: dict[str, Any] = field(default_factory=dict)
+    for_run: bool = False
 
     def __getitem__(self, key: str) -> Any:
         """The value of a key: the one that was set, or the default; `None` for a key that the task does not have."""

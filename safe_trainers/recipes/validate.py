@@ -17,10 +17,11 @@ from ..core.tasks import TASKS
 from ..report.document import Report
 from . import packaged
 from .env import apply, env_problems, variables
+from .ranges import RANGES
 from .references import reference_problems
 from .renamed import outdated, replacement
 from .rules import rule_problems
-from .schema import BOOLEAN, Schema, convert, convert_words, installed, load
+from .schema import BOOLEAN, LAUNCH, Schema, convert, convert_words, installed, load
 from .settings import CommandLine, Settings, printable
 from .yaml_file import RecipeFile, read_file
 
@@ -46,6 +47,7 @@ class Checked:
         problems: What was found, by file and line.
         values: Its values, in the types of their keys, with the command line's overrides.
         schema: The keys that it was checked against; `None` if its task is not known.
+        launch: Its `accelerate_config` and `num_processes`.
     """
 
     task: str
@@ -53,6 +55,7 @@ class Checked:
     problems: tuple[Problem, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     schema: Schema | None = None
+    launch: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -81,6 +84,7 @@ def validate(
     accelerate_config: str | None = None,
     started: bool = False,
     processes: int | None = None,
+    for_run: bool = False,
 ) -> Checked:
     """Checks a recipe and the overrides after it.
 
@@ -91,23 +95,37 @@ def validate(
         schema: The task's keys; by default those that were written for the installed TRL.
         accelerate_config: The launch config: a name in `configs/` or a file; by default the one in the header.
         started: Whether this process belongs to the run, so that the environment has the number of processes.
-        processes: The number of processes to launch; by default that of the launch config or the header.
+        processes: The number of processes to launch; by default that of the recipe, the launch config or the header.
+        for_run: Whether the recipe is run on this machine, and not only edited here.
 
     Returns:
-        The recipe's values and its problems; if its task is not known, only the problems of the file.
+        The recipe's values and its problems; if several tasks have its keys, the problems that it has in all of them,
+        and a note.
 
     Raises:
         RecipeError: If there is no such task.
     """
     file = RecipeFile() if recipe is None else recipe if isinstance(recipe, RecipeFile) else read_file(recipe)
     likely = tasks_of(file) if task is None else [task]
-    task = likely[0]
-    if len(likely) > 1:
-        fix, place = Fix(f"--task {task}"), Place(file.path)
-        asked = Problem(f"it could be a recipe for {', '.join(likely)}", fix=fix, place=place)
-        return Checked(task, file.path, (asked, *map(printable, file.problems)))
-    schema = schema or load(task)
-    settings = Settings(task, schema, file.path, file.entries)
+    checked = [
+        _validate(file, one, schema or load(one), overrides, accelerate_config, started, processes, for_run)
+        for one in likely
+    ]
+    return checked[0] if len(checked) == 1 else _in_common(checked)
+
+
+def _validate(
+    file: RecipeFile,
+    task: str,
+    schema: Schema,
+    overrides: Sequence[str],
+    accelerate_config: str | None,
+    started: bool,
+    processes: int | None,
+    for_run: bool,
+) -> Checked:
+    """Checks a recipe of a known task; the arguments are those of `validate`."""
+    settings = Settings(task, schema, file.path, file.entries, for_run=for_run)
     found = [*file.problems, *env_problems(file.env, file.path), *_file_values(settings)]
     found += _overrides(settings, list(overrides))
     for key in FOLDERS & settings.values.keys():  # datasets and transformers expand only some of them
@@ -121,7 +139,20 @@ def validate(
         found += reference_problems(settings)
     shown = {problem.line(): problem for problem in map(printable, found)}.values()
     ordered = sorted(shown, key=lambda p: (p.place.file is None, p.place.file != file.path, p.place.line or 0))
-    return Checked(task, file.path, tuple(ordered), settings.values, schema)
+    return Checked(task, file.path, tuple(ordered), settings.values, schema, settings.launcher)
+
+
+def _in_common(checked: Sequence[Checked]) -> Checked:
+    """What follows for a recipe whose keys fit several tasks: the problems that it has as a recipe of each of them."""
+    first, *others = checked
+    common = [problem for problem in first.problems if all(problem in other.problems for other in others)]
+    counts = {one.task: sum(problem not in common for problem in one.errors) for one in checked}
+    more = [
+        f"{task} (with {count} more error{'s' * (count > 1)})" if count else task for task, count in counts.items()
+    ]
+    what = f"it could be a recipe for {', '.join(more)}; only what these have in common was checked"
+    note = Problem(what, fix=Fix(f"write `--task {first.task}`"), level="note", place=Place(first.path))
+    return Checked(" or ".join(counts), first.path, (note, *common), first.values)
 
 
 def installed_schema(task: str) -> Schema:
@@ -170,11 +201,24 @@ def check_recipe(
         overrides=overrides,
         schema=installed_schema(task),
         accelerate_config=accelerate_config,
-        started=accelerate_config is None,
+        started=accelerate_config is None and not launches(recipe),
         processes=processes,
+        for_run=True,
     )
     checked.check()
     return checked
+
+
+def launches(recipe: str | Path | RecipeFile | None) -> bool:
+    """Whether a recipe itself asks for a launch, in a process that was not launched yet.
+
+    Args:
+        recipe: The recipe, or the name of its file.
+    """
+    if recipe is None or "WORLD_SIZE" in os.environ:
+        return False
+    file = recipe if isinstance(recipe, RecipeFile) else read_file(recipe)
+    return any(key in file.entries and file.entries[key].value is not None for key in LAUNCH)
 
 
 def prepare(
@@ -213,10 +257,10 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
         argv: The command line.
 
     Returns:
-        The file, `None` if there is none, and the rest.
+        The file, or the packaged recipe of that name, `None` if there is none; and the rest.
 
     Raises:
-        RecipeError: If `--config` comes last.
+        RecipeError: If `--config` comes last, or several packaged recipes have that name.
     """
     argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     if "--config" not in argv:
@@ -225,7 +269,7 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     if position + 1 == len(argv):
         fix = Fix("write `--config recipes/grpo/tiny_vlm_bf16.yaml`")
         raise RecipeError(Problem("--config needs a file", fix=fix))
-    return Path(argv[position + 1]), [*argv[:position], *argv[position + 2 :]]
+    return packaged.recipe_path(argv[position + 1]), [*argv[:position], *argv[position + 2 :]]
 
 
 def report(checked: Sequence[Checked]) -> Report:
@@ -273,12 +317,13 @@ def tasks_of(file: RecipeFile) -> list[str]:
 def _file_values(settings: Settings) -> Iterator[Problem]:
     """Converts the values of the file to the types of their keys."""
     for key, entry in settings.entries.items():
-        known, place = settings.schema.keys.get(key), Place(settings.path, entry.line, key)
+        known, place = settings.schema.keys.get(key) or LAUNCH.get(key), Place(settings.path, entry.line, key)
         if known is None:
             yield _unknown(settings, key, entry.value).at(place)
             continue
         try:
-            settings.values[key] = convert(known, entry.value, entry.text)
+            made = convert(known, entry.value, entry.text)
+            (settings.launcher if key in LAUNCH else settings.values)[key] = made
         except RecipeError as error:
             settings.broken.add(key)
             yield from (problem.at(place) for problem in error.problems)
@@ -350,8 +395,14 @@ def _launcher(settings: Settings, file: RecipeFile, asked: str | None, started: 
     world = os.environ.get("WORLD_SIZE", "")
     command = "" if started or asked else next(iter(file.header), "")
     counted, named = PROCESSES.search(command), LAUNCHER.search(command)
-    settings.processes = int(counted[1]) if counted else int(world) if world.isdigit() and int(world) > 0 else 1
-    name = asked or (named[1] if named else None)
+    own = {} if started else settings.launcher
+    count = own.get("num_processes")
+    if count is not None and count not in RANGES["num_processes"]:
+        yield settings.error("num_processes", f"num_processes must be {RANGES['num_processes']}, got {count}")
+        count = None
+    header = int(counted[1]) if counted else int(world) if world.isdigit() and int(world) > 0 else 1
+    settings.processes = count or header
+    name = asked or own.get("accelerate_config") or (named[1] if named else None)
     if name is None:
         return
     path = Path(name)
@@ -359,12 +410,14 @@ def _launcher(settings: Settings, file: RecipeFile, asked: str | None, started: 
         try:
             path = packaged.find(name, "configs")
         except RecipeError as error:
-            place = CommandLine() if asked else Place(file.path, file.header_line)
+            in_header = not asked and not own.get("accelerate_config")
+            place = Place(file.path, file.header_line) if in_header else settings.place("accelerate_config")
+            place = CommandLine() if asked else place
             yield from (replace(problem, place=place) for problem in error.problems)
             return
     launch = read_file(path)
     yield from launch.problems
     settings.launch, settings.launch_path = launch.entries, launch.path
-    if counted is None:
+    if counted is None and count is None:
         written = launch.entries["num_processes"].value if "num_processes" in launch.entries else None
         settings.processes = written if isinstance(written, int) and written > 0 else None

@@ -10,14 +10,14 @@ import jsonschema
 import pytest
 import trl
 import yaml
-from trl.trainer import grpo_trainer
 
 from safe_trainers.core.errors import RecipeError
 from safe_trainers.core.versions import stable_tasks
 from safe_trainers.recipes import schema as schemas
+from safe_trainers.recipes.accepted_values import choices_of
 from safe_trainers.recipes.keys import recipe_classes
 from safe_trainers.recipes.schema import Key, available, convert, convert_words, load
-from safe_trainers.recipes.schema_from_trl import CHOICES, json_schema, live_schema, to_json
+from safe_trainers.recipes.schema_from_trl import json_schema, live_schema, to_json
 from safe_trainers.recipes.yaml_file import EDITORS
 
 
@@ -74,7 +74,10 @@ def test_every_recipe_names_its_schema_for_editors_and_satisfies_it(path):
     [
         ("learning_rte: 1e-5", []),
         ("num_generations: 4.5", ["num_generations"]),
-        ("bf16: 'yes'", ["bf16"]),
+        ("bf16: 'on'", ["bf16"]),
+        ("loss_type: grop", ["loss_type"]),
+        ("accelerate_config: [ddp]", ["accelerate_config"]),
+        ("num_processes: 0", ["num_processes"]),
         ("optim: adamw_troch", ["optim"]),
         ("precision: bf61", ["precision"]),
         ("top_p: 1.5", ["top_p"]),
@@ -118,14 +121,46 @@ def test_the_default_of_every_key_is_a_value_of_it(task):
             assert convert(key, key.default) == key.default, key.name
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["importance_sampling_level", "multi_objective_aggregation", "scale_rewards", "vllm_importance_sampling_mode"],
-)
-def test_choices_that_only_trls_source_knows_are_in_it(name):
-    source = Path(grpo_trainer.__file__).read_text()
-    for choice in CHOICES[name]:
-        assert f'"{choice}"' in source or f"'{choice}'" in source
+def test_values_are_read_from_the_libraries():
+    """The strings that the installed libraries accept; a release that compares others needs a look here."""
+    from peft import TaskType
+    from transformers.integrations import get_available_reporting_integrations
+
+    keys = live_schema("grpo").keys
+    losses = {"bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo"}
+    assert losses <= set(keys["loss_type"].choices) <= losses | {"vespo"}
+    assert set(keys["vllm_mode"].choices) == {"colocate", "server"}
+    assert set(keys["importance_sampling_level"].choices) == {"sequence", "token"}
+    assert set(keys["scale_rewards"].choices) == {"batch", "group", "none"}
+    assert set(keys["lora_task_type"].choices) == {kind.value for kind in TaskType}
+    assert {"all", "none", *get_available_reporting_integrations()} <= set(keys["report_to"].choices)
+    assert {"eager", "sdpa", "flash_attention_2"} <= set(keys["attn_implementation"].choices)
+    assert keys["lora_target_modules"].examples == ("all-linear",)
+    assert {"dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code", "device_map",
+            "quantization_config"} <= set(keys["model_init_kwargs"].entries)  # fmt: skip
+    assert {"sigmoid", "ipo", "hinge"} <= set(live_schema("dpo").keys["loss_type"].choices)
+
+
+@pytest.mark.parametrize("task", ["grpo", "dpo", "sft", "kto"])
+def test_losses_that_are_not_in_the_schema_are_refused_by_trl(task):
+    """Each string that the trainer compares its loss with is a choice, and it raises for any other."""
+    if task not in stable_tasks():
+        pytest.skip("this release has no stable trainer of this task")
+    key = live_schema(task).keys["loss_type"]
+    default = key.default if isinstance(key.default, str) else key.default[0]
+    assert default in key.choices
+    field = {f.name: f for f in dataclasses.fields(recipe_classes(task)[2])}["loss_type"]
+    named = set(re.findall(r"`?'([a-z_]+)'`?", field.metadata["help"]))
+    assert {name for name in named if name in key.choices or name.endswith("po")} <= set(key.choices)
+
+
+def test_a_scan_that_finds_too_little_restricts_nothing():
+    @dataclasses.dataclass
+    class Config:
+        vllm_mode: str = "elsewhere"
+
+    (field,) = dataclasses.fields(Config)
+    assert choices_of(Config, field) == ()
 
 
 def test_a_version_between_two_schemas_takes_the_older_one():
@@ -157,6 +192,14 @@ FITS = [
     ("num_generations", "4", "4", 4),
     ("num_generations", None, "null", None),
     ("bf16", True, "true", True),
+    ("bf16", "true", "true", True),
+    ("bf16", "No", "No", False),
+    ("use_peft", 1, "1", True),
+    ("use_peft", 0, "0", False),
+    ("fsdp", True, "true", True),
+    ("fsdp", [], None, []),
+    ("fsdp", "full_shard auto_wrap", None, "full_shard auto_wrap"),
+    ("attn_implementation", "kernels-community/flash-attn", None, "kernels-community/flash-attn"),
     ("save_strategy", False, "no", "no"),
     ("run_name", 2024, "2024", "2024"),
     ("run_name", 1.5, "1.50", "1.50"),
@@ -169,6 +212,7 @@ FITS = [
     ("model_init_kwargs", '{"dtype": "bfloat16"}', None, {"dtype": "bfloat16"}),
     ("deepspeed", "ds.json", "ds.json", "ds.json"),
     ("report_to", ["wandb"], None, ["wandb"]),
+    ("report_to", "wandb", None, "wandb"),
     ("datasets", [{"path": "a"}], None, [{"path": "a"}]),
 ]
 
@@ -189,8 +233,8 @@ UNFIT = [
     ("learning_rate", float("nan"), "learning_rate must be a number, got nan", None),
     ("learning_rate", float("inf"), "learning_rate must be a number, got inf", None),
     ("learning_rate", None, "learning_rate must be a number, got null", "learning_rate: 1e-06"),
-    ("bf16", "yes", "bf16 must be true or false, got 'yes'", "bf16: true"),
-    ("bf16", 1, "bf16 must be true or false, got 1", "bf16: true"),
+    ("bf16", 2, "bf16 must be true or false, got 2", None),
+    ("bf16", "perhaps", "bf16 must be true or false, got 'perhaps'", None),
     ("use_peft", "off", "use_peft must be true or false, got 'off'", "use_peft: false"),
     ("optim", "adamw_troch", "optim must be one of adamw_torch", "optim: adamw_torch"),
     ("run_name", True, "run_name must be a string, got true", 'run_name: "true"'),
@@ -204,6 +248,12 @@ UNFIT = [
     ("datasets", [{"path": "a", "nmae": "b"}], "datasets has no entry 'nmae'; did you mean 'name'?", None),
     ("image_resize", [1], "image_resize must be a list of 2 integers, got a list of 1", None),
     ("image_mode", "RBG", "image_mode must be one of RGB, RGBA, L, got 'RBG'", "image_mode: RGB"),
+    ("loss_type", "grop", "loss_type must be one of bnpo, cispo, dapo, dr_grpo, grpo,", "loss_type: grpo"),
+    ("report_to", "foo", "report_to must be one of all, none, azure_ml,", None),
+    ("report_to", ["wandb", "tensorbord"], "got 'tensorbord'", "report_to: [wandb, tensorboard]"),
+    ("report_to", "tensorbord", "got 'tensorbord'", "report_to: tensorboard"),
+    ("lora_task_type", "CAUSAL", "lora_task_type must be one of SEQ_CLS", "lora_task_type: CAUSAL_LM"),
+    ("attn_implementation", "spda", "or the name of a kernel on the hub, got 'spda'", "attn_implementation: sdpa"),
     ("include_num_input_tokens_seen", "x", "must be one of no or true or false, got 'x'", None),
     ("parallelism_config", {"a": 1}, "parallelism_config cannot be set in a recipe", "drop `parallelism_config`"),
 ]  # fmt: skip
