@@ -15,6 +15,7 @@ from ..core.errors import Fix, Problem
 from ..report.document import Report, Table
 from .catalogue import entries, hits
 from .entry import Entry, squeeze
+from .metrics import Metric, out_of_range, readings
 
 
 MAX_BYTES = 4 * 2**20
@@ -74,12 +75,16 @@ class Explanation:
         found: The known errors: the cause first, then others, then warnings, then those that only report the cause.
         explained: Whether the cause is known.
         near: Entries that resemble the cause, if it is not known.
+        metrics: Number of `precision/` metrics in the log.
+        beyond: Those with a value beyond their limit, and this value.
     """
 
     subject: str
     found: tuple[Found, ...]
     explained: bool
     near: tuple[Entry, ...]
+    metrics: int = 0
+    beyond: tuple[tuple[Metric, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,14 +156,18 @@ def explain(text: str) -> Explanation:
         explained = any(found.entry.kind != "launcher" for found in ordered)
     else:
         explained = any(entry.kind != "launcher" for error in chain for entry in error.known)
+    measured = readings(plain)
+    explained = explained or (cause is None and bool(measured))
     lines = [line for line in plain.splitlines() if line.strip()]
     subject = cause.message if cause is not None else lines[-1].strip() if lines else ""
     near = () if explained else _near(subject)
-    return Explanation(_shorten(subject), tuple(ordered), explained, near)
+    beyond = tuple(out_of_range(measured))
+    return Explanation(_shorten(subject), tuple(ordered), explained, near, len(measured), beyond)
 
 
 def report(explanation: Explanation) -> Report:
-    """Builds the report that `safe-trainers explain` prints: cause and fix of each known error, the cause first.
+    """Builds the report that `safe-trainers explain` prints: cause and fix of each known error and of each metric that is
+    beyond its limit, the cause of the end of the run first.
 
     Args:
         explanation: The explanation.
@@ -180,6 +189,11 @@ def report(explanation: Explanation) -> Report:
         link = f" See {found.entry.link}" if found.entry.link else ""
         text = f"{found.entry.id} ({found.entry.package}): {found.entry.cause}{link}"
         verdicts.append(Problem(text, fix=Fix(found.fix), id=found.entry.id, level="note"))
+    for metric, value in explanation.beyond:
+        given = f"{metric.key}={value:.3g} (normal: {metric.normal}; look when: {metric.look})"
+        verdicts.append(Problem(given, metric.cause, Fix(metric.write), level="note"))
+    if explanation.metrics and not explanation.beyond:
+        verdicts.append(Problem(f"{explanation.metrics} metrics are within their limits", level="ok"))
     rows = tuple((found.entry.id, found.entry.package, found.line, found.times) for found in explanation.found)
     tables = (Table("known errors", ("id", "package", "line", "times"), rows),) if rows else ()
     return Report("explanation", explanation.subject, tables=tables, verdicts=tuple(verdicts))

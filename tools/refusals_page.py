@@ -1,0 +1,170 @@
+"""Writes the pages of refusals and of known errors."""
+
+import json
+import re
+import string
+from collections import Counter
+from pathlib import Path
+
+import record_messages
+from evidence_page import crash_kinds
+
+from safe_trainers.core.errors import REFUSALS, WARNINGS, Finding, Problem
+from safe_trainers.core.errors import Fix as Line
+from safe_trainers.explain.catalogue import hits, own_entries
+from safe_trainers.explain.entry import Entry, squeeze
+from safe_trainers.explain.known_errors import upstream_entries
+
+
+MOMENTS = {
+    "loading": ("before the model is loaded", "From the settings alone: the fastest to fix."),
+    "construction": ("while the trainer is built", "From the loaded model, before an optimizer exists."),
+    "run": ("in the run", "While it resumes, samples, or steps."),
+    "end": ("at the end, when saving or merging", "Nothing is overwritten."),
+}
+"""The moments of `tools/messages.json`, with the words of a heading and a sentence about them."""
+
+SAMPLE = "precision-contradicts-flag"
+
+
+def refusals_page() -> str:
+    """Returns `refusals.md`: all refusals and warnings, each with a real message.
+
+    Raises:
+        KeyError: If an id has no recorded message.
+    """
+    recorded = record_messages.read()
+    missing = [finding for finding in (*REFUSALS, *WARNINGS) if finding not in recorded]
+    if missing:
+        raise KeyError(f"no recorded message: {', '.join(missing)}. Run: python tools/record_messages.py")
+    lines = [
+        "# Refusals and warnings of this package",
+        "",
+        "A run is refused only if stock TRL would crash, or would silently train something else than you asked for. Every",
+        "run that stock TRL trains correctly is accepted. All problems come in one `PrecisionError`:",
+        "",
+        "```text",
+        "1 problem with the precision of this run:",
+        *f"- {_problem(SAMPLE)}".splitlines(),
+        "```",
+        "",
+        "The first line shows what was passed. `why` tells why it fails. `fix` is the line to write. The word in",
+        "brackets is the id: it never changes, and it is the heading of an entry on this page. Values, names and",
+        "numbers in the messages below are those of one real run.",
+        "",
+    ]
+    for heading, findings in (("Refused", REFUSALS), ("Warning", WARNINGS)):
+        for moment, (words, about) in MOMENTS.items():
+            group = [finding for finding in findings.values() if recorded[finding.id]["moment"] == moment]
+            if group:
+                lines += [f"## {heading} {words}", "", about if heading == "Refused" else "Given once for each trainer.", ""]
+                lines += _contents([finding.id for finding in group])
+                lines += [line for finding in group for line in _entry(finding)]
+    return "\n".join([*lines, *_foot("`REFUSALS`, `WARNINGS` and `tools/messages.json`")]) + "\n"
+
+
+def _contents(ids: list[str]) -> list[str]:
+    """A list of the entries of a group, since narrow screens show no contents beside the page."""
+    return [", ".join(f"[`{finding}`](#{finding})" for finding in ids) + ".", ""]
+
+
+def _problem(finding: str) -> str:
+    message = record_messages.read()[finding]
+    return str(Problem(message["what"], message["why"], Line(message["fix"]), finding))
+
+
+def _entry(finding: Finding) -> list[str]:
+    return [f"({finding.id})=", f"### {finding.id}", "", "```text", *_problem(finding.id).splitlines(), "```", ""]
+
+
+def errors_page() -> str:
+    """Returns `errors.md`: the errors of other packages that `safe-trainers explain` recognises."""
+    entries = upstream_entries()
+    packages = sorted({entry.package for entry in entries.values()})
+    lines = [
+        "# Error messages",
+        "",
+        "Search this page for a part of your message, or let the command find it in a log:",
+        "",
+        "```console",
+        'safe-trainers explain "ValueError: Attempting to unscale FP16 gradients."',
+        "```",
+        "",
+        "It reads a message, a log file or a pipe (`python train.py 2>&1 | safe-trainers explain`), removes colours,",
+        "ranks and tracebacks, and prints the error that stopped the run, its cause and its fix. Messages with an id",
+        "in brackets are of this package: [refusals and warnings](refusals.md).",
+        "",
+        "**Dtype errors of stock TRL.** Most errors about two dtypes are fixed by replacing the trainer:",
+        "`from safe_trainers import SafeGRPOTrainer`. It places a cast where two dtypes meet. Entries below give the line for",
+        "stock trainers too.",
+        "",
+        "## The most frequent",
+        "",
+        "In the [comparison with stock TRL](evidence.md), by the number of combinations that crash:",
+        "",
+        "| message | combinations |",
+        "|---|---|",
+        *(f"| {_linked(message)} | {count} |" for message, count in _frequent()),
+        "",
+    ]
+    for package in packages:
+        group = [entry for entry in entries.values() if entry.package == package]
+        lines += [f"## {package}", ""]
+        lines += [line for entry in group for line in _error(entry)]
+    lines += ["## safe-trainers", "", "Other errors of this package end with the line to write:", ""]
+    lines += [
+        f"- `{key}`: {entry.cause}"
+        for key, entry in sorted(own_entries().items())
+        if key not in REFUSALS and key not in WARNINGS
+    ]
+    return "\n".join([*lines, *_foot("the catalogue of `safe-trainers explain`")]) + "\n"
+
+
+def _frequent() -> list[tuple[str, int]]:
+    counts: Counter[str] = Counter({message: len(families) for message, families in crash_kinds().items()})
+    return counts.most_common(10)
+
+
+def _linked(message: str) -> str:
+    """A message as code, linked to the entry that explains it."""
+    found = hits(squeeze(message.replace("...", "x")))
+    code = _code(message.replace("|", "\\|"))
+    return f"[{code}](#{found[0].entry.id})" if found else code
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def _error(entry: Entry) -> list[str]:
+    first, *others = entry.messages
+    lines = [f"({entry.id})=", f"### {_code(first)}", ""]
+    if others:
+        lines += ["Also: " + ", ".join(map(_code, others)) + ".", ""]
+    lines += [f"**Means:** {entry.cause[:1].upper()}{entry.cause[1:]}".rstrip("."), ""]
+    lines[-2] += "."
+    lines += [f"**Write:** {entry.fix}", ""]
+    link = re.sub(r"https://github.com/[\w-]+/([\w.-]+)/(?:issues|pull)/(\d+).*", r"\1#\2", entry.link or "")
+    lines += [f"Upstream: [{link}]({entry.link}). `{entry.id}` in the output of `explain`.", ""] if entry.link else [
+        f"`{entry.id}` in the output of `explain`.", ""
+    ]  # fmt: skip
+    return lines
+
+
+def _foot(source: str) -> list[str]:
+    return ["", f"*Made from {source} by `make docs`.*"]
+
+
+def fixed_parts(template: str) -> str:
+    """Returns a regular expression for the messages that a template makes."""
+    parts = []
+    for text, field, _, _ in string.Formatter().parse(template):
+        parts.append(re.escape(text))
+        parts += [".*"] if field else []
+    return "".join(parts)
+
+
+def recorded_tests() -> dict[str, str]:
+    """Returns the test that provokes each message."""
+    recorded: dict[str, dict[str, str]] = json.loads(Path(record_messages.FILE).read_text(encoding="utf-8"))
+    return {finding: message["test"] for finding, message in recorded.items()}
