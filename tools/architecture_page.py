@@ -68,18 +68,17 @@ def draw(path: Path) -> None:
         'font-family="sans-serif" font-size="14">',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#777"/></marker></defs>',
-        f'<rect width="{width}" height="{height * len(rows) + 10}" fill="#fff"/>',
     ]
     for above, below in direct_arrows():
         (x1, y1), (x2, y2) = place[above], place[below]
         lines.append(
-            f'<line x1="{x1:.0f}" y1="{y1 + 14:.0f}" x2="{x2:.0f}" y2="{y2 - 15:.0f}" stroke="#777" '
+            f'<line x1="{x1:.0f}" y1="{y1 + 14:.0f}" x2="{x2:.0f}" y2="{y2 - 15:.0f}" stroke="#888" '
             'marker-end="url(#tip)"/>'
         )
     for name, (x, y) in place.items():
         lines.append(
-            f'<rect x="{x - box / 2:.0f}" y="{y - 14:.0f}" width="{box}" height="28" rx="4" fill="#eef3fb" '
-            f'stroke="#3b6ea8"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" fill="#123">{name}</text>'
+            f'<rect x="{x - box / 2:.0f}" y="{y - 14:.0f}" width="{box}" height="28" rx="4" fill="#0072b222" '
+            f'stroke="#56b4e9"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" fill="currentColor">{name}</text>'
         )
     path.write_text("\n".join([*lines, "</svg>", ""]), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Writes the section of the evidence page about cost, from `benchmarks/results/cost.json`."""
+"""Writes the pages about cost, from `benchmarks/results/cost.json` and `growth.json`."""
 
 import json
 import statistics
@@ -6,6 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import figures
+import growth_page
 
 
 ROOT = Path(__file__).parent.parent
@@ -43,55 +46,112 @@ def spread(value: Mapping[str, Any]) -> str:
     return f"{median(value):.3f}" + (f" ({min(ratios):.3f} to {max(ratios):.3f}{more})" if len(ratios) > 1 else "")
 
 
-def section() -> list[str]:
-    """Returns the lines of the section."""
+def page() -> str:
+    """Returns `cost.md`: the cost in short."""
+    measured = read()
+    parts = measured["sections"]
+    cells = parts["cells"]
+    steps = [median(found["step"]) for found in cells.values()]
+    more = {
+        task: [found["step"]["more"] * 1e3 for cell, found in cells.items() if f" {task} " in cell]
+        for task in ("sft", "grpo")
+    }  # fmt: skip
+    large = [median(list(points.values())[-1]["step"]) for points in parts["growth"].values()]
+    built = [found["construction"] for found in cells.values()]
+    without = [median(found["step"]) for name, found in parts["switches"].items() if "precision_metrics" in name]
+    media = [median(found["media"]) for found in cells.values() if "media" in found]
+    growth = growth_page.read()
+    steepest = max(
+        part[of]["exponent"]
+        for part in (*growth["tensors"].values(), *growth["images"].values())
+        for of in ("time", "memory")
+    )
+    return "\n".join(
+        [
+            "# Cost",
+            "",
+            f"A step takes {min(steps):.2f} to {max(steps):.2f} times the CPU time of stock TRL on toy models, whose steps take",
+            f"9 to 35 ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, {min(more['grpo']):.1f} to",
+            f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest sizes measured the ratio is",
+            f"{min(large):.2f} to {max(large):.2f}. Buffered images and audio take {max(media):.1f} of the bytes.",
+            "",
+            *figures.embed(
+                "cost.svg",
+                "The ratio of safe-trainers over stock TRL approaches 1 as a run grows. Upper row: CPU time of a step, with the "
+                "range of the measurements. Lower row: peak tensor memory and bytes of buffered media.",
+                described="Ratios of time, memory and bytes by size, in six series.",
+            ),
+            "",
+            "## What takes the time",
+            "",
+            "| part | share | to leave it out |",
+            "|---|---|---|",
+            f"| metrics of the rollout | most of a GRPO step's additional time; without it {min(without):.2f} to "
+            f"{max(without):.2f} | `precision_metrics=False` |",
+            "| sampling under autocast | almost nothing | `rollout_compute=\"stock\"` |",
+            "| casts at boundaries and of media, detection of skipped steps | the rest | – |",
+            f"| construction | {min(map(median, built)):.2f} to {max(map(median, built)):.2f} of stock, about 0.01 ms for each "
+            "tensor | – |",
+            f"| import | {median(parts['import']['two trainers']['time']):.2f} of stock | – |",
+            "| trial with one sample image at construction | 0.1 to 0.3 s here | `media_trial=False` |",
+            "",
+            "## Targets",
+            "",
+            *_limits(parts),
+            "",
+            "## How it grows",
+            "",
+            f"The package's own work was measured up to 100,000 tensors and 1,000 images. Nothing grows faster than linearly: the",
+            f"largest exponent is {steepest:.2f}. [Growth](growth.md) has each part; a model of 7 billion parameters with LoRA has",
+            "about 700 tensors.",
+            "",
+            "[All tables](cost_tables.md). GPUs were not measured.",
+            "",
+            "*Made from `benchmarks/results/cost.json` and `growth.json` by `make docs`; `make bench-check` measures again and fails",
+            "outside the committed range.*",
+        ]
+    ) + "\n"
+
+
+def tables_page() -> str:
+    """Returns `cost_tables.md`: every measurement of the cost."""
     measured = read()
     minutes = sum(measured["minutes"].values())
     parts, versions = measured["sections"], ", ".join(f"{p} {v}" for p, v in measured["versions"].items())
-    return [
-        "## What it costs",
+    lines = [
+        "# Cost, all measurements",
         "",
-        "Generated from `benchmarks/results/cost.json`, which `make bench` writes. `make bench-check` measures again,",
-        "and fails if a median of times is outside the committed range by more than 0.02, or if bytes differ.",
-        f"`{measured['command']}` ({minutes:.0f} minutes); {versions}; {measured['machine']}.",
+        "Figures are ratios of safe over stock: the median of several comparisons, with the smallest and the largest. Times are CPU",
+        "times of one thread. For steps, both trainers run in turns in one process, and a comparison is the median over the pairs",
+        "of steps; the additional time per step is given in milliseconds. For constructions, it is the fastest of five each. Bytes",
+        "are exact. Both sides use bfloat16 weights, `bf16=True`, TRL's plain config and all metrics. The medians of single steps",
+        "do not include the optimizer metrics, which take 0.7 ms in every fifth step, and a log, which takes 0.4 ms.",
         "",
-        "Figures are ratios of safe over stock: the median of several comparisons, with the smallest and the largest.",
-        "Times are CPU times of one thread. For steps, both trainers run in turns in one process, and a comparison is",
-        "the median over the pairs of steps; the additional time per step is given in milliseconds. For",
-        "constructions, it is the fastest of five each. Bytes are exact. Both sides use bfloat16 weights,",
-        "`bf16=True`, TRL's plain config and all metrics. The medians of single steps do not include the optimizer",
-        "metrics, which take 0.7 ms in every fifth step, and a log, which takes 0.4 ms.",
-        "",
-        *_limits(parts),
-        "",
-        "### By trainer",
+        "## By trainer",
         "",
         *_table(parts["cells"], "family, trainer, kind"),
         "",
-        "### Optional parts",
-        "",
-        "Most of the additional time of a GRPO step is spent on the metrics of the rollout. Sampling under the",
-        "autocast of the loss takes almost no time. The rest is spent on the hooks of dtype boundaries, on casts of",
-        "media, and on the detection of skipped steps.",
+        "## Optional parts",
         "",
         *_table(parts["switches"], "GRPO, LoRA"),
         "",
-        "### Growth",
-        "",
-        "![step time, peak memory and buffered media by images, steps, tokens and width](cost.svg)",
+        "## By size",
         "",
         *(line for name, points in parts["growth"].items() for line in (*_table(points, name), "")),
-        "### Weight sync, import, whole processes",
+        "## Weight sync, import, whole processes",
         "",
-        "Before TRL sends the weights of a model with adapters to vLLM, it merges and unmerges the adapters in place;",
-        "the safe trainers merge copies. The model has two bfloat16 blocks with seven adapted layers each.",
+        "Before TRL sends the weights of a model with adapters to vLLM, it merges and unmerges the adapters in place; the safe",
+        "trainers merge copies. The model has two bfloat16 blocks with seven adapted layers each.",
         "",
         *_table(
             {**parts["sync"], **_named("import of ", parts["import"]), **_named("process: ", parts["process"])}, "what"
         ),
         "",
         *_metrics(),
+        f"*Made from `benchmarks/results/cost.json`, which `make bench` writes, by `make docs`. `{measured['command']}`",
+        f"({minutes:.0f} minutes); {versions}; {measured['machine']}.*",
     ]
+    return "\n".join(lines) + "\n"
 
 
 def _named(prefix: str, part: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,26 +171,6 @@ def _limits(parts: Mapping[str, Any]) -> Iterator[str]:
         held = "met by all" if not missed else f"missed by {missed} of {len(medians)}"
         yield f"| {WORDS[name]} | {limit:.2f} | {medians[worst]:.3f} ({worst}); {held} | {large} |"
     yield f"| CPU time of import | 1.10 | {spread(parts['import']['two trainers']['time'])} | |"
-    alone = [found["peak"]["stock"] / 1e6 for found in parts["cells"].values()]
-    most = max((median(f["peak"]) - 1) * f["peak"]["stock"] for f in parts["cells"].values())
-    steps = [f["step"]["stock"] * 1e3 for f in parts["cells"].values()]
-    more = {
-        task: [f["step"]["more"] * 1e3 for cell, f in parts["cells"].items() if f" {task} " in cell]
-        for task in ("sft", "grpo")
-    }
-    yield ""
-    yield from textwrap.wrap(
-        f"The models of the first column use {min(alone):.0f} to {max(alone):.0f} MB at their peak and take "
-        f"{min(steps):.0f} to {max(steps):.0f} ms per step, so that constant costs dominate. A step of SFT takes "
-        f"{min(more['sft']):.1f} to {max(more['sft']):.1f} ms more than stock, a step of GRPO {min(more['grpo']):.1f} "
-        f"to {max(more['grpo']):.1f} ms. Little of this grows with the model or the batch: it is one percent of steps "
-        f"of {max(more['sft']) / 10:.2f} and {max(more['grpo']) / 10:.2f} seconds. The sample of the optimizer "
-        f"metrics takes {most / 1e3:.0f} kB for any size of the model. Construction reads the dtype of each tensor a "
-        "few times, which [takes about 0.01 ms per tensor](growth.md). If weights are trained in half precision, it "
-        "also counts the updates that would be lost: a tenth of a construction of 50 ms, and little if loading takes "
-        "seconds. The last column has the ratios of larger, but still small, runs.",
-        width=110,
-    )
 
 
 def _table(points: Mapping[str, Any], heading: str) -> Iterator[str]:
@@ -145,7 +185,7 @@ def _table(points: Mapping[str, Any], heading: str) -> Iterator[str]:
 def _metrics() -> list[str]:
     cost = json.loads(MISMATCH.read_text(encoding="utf-8"))["cost"]
     return [
-        "### Metrics",
+        "## Metrics",
         "",
         f"A step of the tiny recipe takes {cost['milliseconds']:.0f} ms of CPU time, of which the `precision/`",
         f"metrics take {cost['share']:.2%} ({cost['range'][0]:.2%} to {cost['range'][1]:.2%} in {cost['repetitions']}",
@@ -159,32 +199,39 @@ def _metrics() -> list[str]:
 
 
 def draw(file: Path) -> None:
-    """Draws how the ratios grow.
+    """Draws how the ratios change with the size of a run: time above, memory and bytes below.
 
     Args:
-        file: The file to write; its suffix selects the format.
+        file: The SVG to write.
     """
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     growth = read()["sections"]["growth"]
-    with mpl.rc_context({"svg.hashsalt": "cost", "svg.fonttype": "none", "font.size": 8}):
-        figure = Figure(figsize=(11, 2.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axes, (name, points) in zip(figure.subplots(1, len(growth), sharey=True), growth.items(), strict=True):
+
+    def panels(figure: Any) -> None:
+        rows = figure.subplots(2, len(growth), sharey="row", sharex="col", height_ratios=[1.4, 1])
+        for (upper, lower), (name, points) in zip(zip(*rows, strict=True), growth.items(), strict=True):
             x = [float(point) for point in points]
-            for quantity, colour in (("step", "#0072b2"), ("peak", "#d55e00"), ("media", "#009e73")):
+            for axes, quantity, colour, marker in (
+                (upper, "step", figures.BLUE, "o"),
+                (lower, "peak", figures.RED, "s"),
+                (lower, "media", figures.GREEN, "^"),
+            ):
                 if not all(quantity in found for found in points.values()):
                     continue
-                axes.plot(x, [median(found[quantity]) for found in points.values()], "o-", color=colour,
-                          label=WORDS[quantity], markersize=3)  # fmt: skip
+                axes.plot(x, [median(found[quantity]) for found in points.values()], color=colour, marker=marker,
+                          label=WORDS[quantity], markersize=4)  # fmt: skip
                 low, high = ([edge(found[quantity]["ratios"]) for found in points.values()] for edge in (min, max))
-                axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.axhline(1, color="black", linewidth=0.5)
-            axes.set(xscale="log", xlabel=name)
-            axes.set_xticks(x, list(points))
-            axes.minorticks_off()
-        figure.axes[0].set_ylabel("safe / stock")
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        figure.savefig(file, metadata={"Date": None, "Creator": None})
+                axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+            for axes in (upper, lower):
+                axes.axhline(1, color=figures.TEXT, linewidth=0.7, linestyle="--")
+            upper.set(xscale="log", ylim=(0.9, 1.2))
+            lower.set(xscale="log", ylim=(0.4, 1.1))
+            lower.set_xlabel(name.replace(" per ", "\nper ").replace(", ", ",\n"))
+            lower.set_xticks(x, list(points))
+            lower.minorticks_off()
+        rows[0][0].set_ylabel("safe / stock")
+        rows[1][0].set_ylabel("safe / stock")
+        labels = [axes.get_legend_handles_labels() for axes in (rows[0][0], rows[1][0])]
+        handles, words = ([item for group in side for item in group] for side in zip(*labels, strict=True))
+        figure.legend(handles, words, loc="outside upper center", ncols=3)
+
+    figures.plot(file, panels, (10, 4.4))

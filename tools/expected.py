@@ -87,7 +87,7 @@ def section(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield "These were measured before the matrix, with the same versions. The table compares them with the matrix."
     yield ""
-    yield "| fault | cells | results of the others |"
+    yield "| fault | combinations | results of the others |"
     yield "|---|---|---|"
     for words, concerns, holds in CLAIMS:
         cells = [row for row in rows if concerns(row)]

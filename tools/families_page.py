@@ -23,8 +23,6 @@ def families_page() -> str:
         "that transformers' processors make. The batches contain random images or sounds that bfloat16 cannot hold",
         "exactly.",
         "",
-        f"Generated from the results of `{heading['command']}`; {versions}; {heading['machine']}.",
-        "",
         f"{len(rows)} families: stock TRL trains {len(trained)} in float32, and the others are "
         "[listed below](#families-that-trl-does-not-train) with the reason.",
         "",
@@ -47,6 +45,8 @@ def families_page() -> str:
         "## Families that TRL does not train",
         "",
         *_untrained([row for row in rows if "reason" in row]),
+        "",
+        f"*Made from the results of `{heading['command']}` by `make docs`; {versions}; {heading['machine']}.*",
     ]
     return "\n".join(lines).rstrip() + "\n"
 

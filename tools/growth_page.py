@@ -39,10 +39,6 @@ def growth_page() -> str:
     lines = [
         "# Growth with tensors and images",
         "",
-        "Generated from `benchmarks/results/growth.json`, which `make bench-growth` writes.",
-        f"`{measured['command']}`; {versions}; {measured['machine']}; CPU time, the median of",
-        f"{measured['repetitions']}; {measured['cpu_minutes']} minutes in total.",
-        "",
         f"{verdict}: the largest exponent of time or memory over size is {steepest:.2f}. Each row was measured at",
         "five sizes. *constant* and *fixed* are fitted to fixed + constant x size by relative error. *exponent* is",
         "the slope of the logarithms; it is below 1 if the fixed part is significant. Memory is the peak during the",
@@ -71,6 +67,10 @@ def growth_page() -> str:
         "The decision on the first batch runs the tower, here a tiny one.",
         "",
         "GPUs and sharded tensors were not measured.",
+        "",
+        "*Made from `benchmarks/results/growth.json`, which `make bench-growth` writes, by `make docs`.",
+        f"`{measured['command']}`; {versions}; {measured['machine']}; CPU time, the median of",
+        f"{measured['repetitions']}; {measured['cpu_minutes']} minutes in total.*",
         "",
     ]
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""The section of `docs/evidence.md` about NaN and infinity, from the results of `benchmarks/not_finite.py`."""
+"""The section of `docs/matrix.md` about NaN and infinity, from the results of `benchmarks/not_finite.py`."""
 
 from collections import Counter
 from pathlib import Path
 
-from results import read_rows, versions_of
+from results import read_rows
 
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "not_finite.jsonl"
@@ -12,14 +12,11 @@ OUTCOMES = ("stopped", "skipped", "reported", "unharmed", "excluded", "silent")
 
 def section() -> list[str]:
     """Returns the lines of the section."""
-    heading, rows = read_rows(RESULT)
-    versions = versions_of(heading)
+    _, rows = read_rows(RESULT)
     total = {side: Counter(row[side] for row in rows) for side in ("stock", "safe")}
     precisions = ", ".join(dict.fromkeys(row["precision"] for row in rows))
     lines = [
         "## NaN and infinity",
-        "",
-        f"Generated from `benchmarks/results/{RESULT.name}`, which `make bench-not-finite` writes. {versions}.",
         "",
         f"{len(rows)} runs of four steps of SFT, GRPO, RLOO and reward training, in {precisions}. NaN or infinity is",
         "put into one place: one gradient, activation, reward or weight, or the state of the optimizer.",

@@ -55,7 +55,8 @@ def refusals_page() -> str:
     ]
     for heading, findings in (("Refused", REFUSALS), ("Warning", WARNINGS)):
         for moment, (words, about) in MOMENTS.items():
-            group = [finding for finding in findings.values() if recorded[finding.id]["moment"] == moment]
+            own = [finding for finding in findings.values() if findings is REFUSALS or finding.id not in REFUSALS]
+            group = [finding for finding in own if recorded[finding.id]["moment"] == moment]
             if group:
                 lines += [f"## {heading} {words}", "", about if heading == "Refused" else "Given once for each trainer.", ""]
                 lines += _contents([finding.id for finding in group])

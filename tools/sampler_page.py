@@ -35,8 +35,6 @@ def sampler_page() -> str:
         "Each row is a run of GRPO with a tiny model and the real vLLM, colocated on a CPU: four steps of 512 tokens.",
         "The text model and the image models have the same size, and output heads that are scaled alike.",
         "",
-        *_provenance(measured),
-        "",
         "## By kind of training",
         "",
         *_summary(rows),
@@ -63,16 +61,17 @@ def sampler_page() -> str:
         f"`adapter_sync` with LoRA of rank {sync['rank']} in all linear layers of a Llama. *Bytes* and *time* are",
         "those of one weight sync after the first.",
         "",
-        *_provenance(sync),
-        "",
         *_sync(sync["rows"]),
+        "",
+        *_provenance(measured),
+        *_provenance(sync),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _provenance(measured: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{package} {number}" for package, number in measured["versions"].items())
-    return [f"Generated from the results of `{measured['command']}`; {versions}; {measured['machine']}."]
+    return [f"*Made from the results of `{measured['command']}` by `make docs`; {versions}; {measured['machine']}.*", ""]
 
 
 def found(rows: list[Row], **wanted: Any) -> Row | None:

@@ -26,31 +26,22 @@ def page(measured: dict[str, Any] | None = None) -> str:
             "Supported: TRL 0.29 to below 2, transformers 4.57 to below 6. Importing a trainer with other versions",
             "fails with the supported range and the command to run.",
             "",
-            "Generated from `benchmarks/results/compat.json`, which `make compat` writes. It creates an environment",
-            "for each pair from the package index, and runs the core tests and a part of the matrix with the same",
-            "source.",
-            f"{measured['machine']}; "
-            + "; ".join(f"Python {python}, torch {torch}" for python, torch in others)
-            + ".",
+            "Each column is an environment from the package index, in which the core tests were run:",
             "",
-            "| " + " | ".join(SHOWN) + " | passed | failed | skipped | seconds |",
-            "|---" * (len(SHOWN) + 4) + "|",
-            *(_row(pair) for pair in pairs.values()),
+            *_columns(list(pairs.values())),
             "",
             *(line for pair in pairs.values() for line in _failures(pair)),
-            "Versions in between are accepted, but were not tested. Seconds were measured on a shared machine. The",
-            "oldest pair has the oldest PEFT, accelerate and datasets that the package accepts, and a newer",
-            "bitsandbytes: on a CPU, 0.46.1 does not support fp4, and 0.47.0 rounds the inputs of 8-bit layers in",
-            "training.",
+            "Versions in between are accepted, but were not tested. The oldest pair has the oldest PEFT,",
+            "accelerate and datasets that the package accepts, and a newer bitsandbytes: on a CPU, 0.46.1 does not",
+            "support fp4, and 0.47.0 rounds the inputs of 8-bit layers in training.",
             "",
             "## Comparison with stock TRL",
             "",
-            "Results of a part of the [matrix](evidence.md), in number of cells; wrong cells train with a fault.",
+            "A part of the [comparison](evidence.md), in number of combinations. *Wrong* trains something else, silently.",
             "Pairs that are not in the table were not run.",
             "",
-            "| TRL | transformers | cells | " + " | ".join(f"stock {name}" for name in OUTCOMES[:3])
-            + " | safe trained | safe refused | safe wrong or crashed |",
-            "|---" * 9 + "|",
+            "| TRL | stock trained | wrong | crashed | safe trained | refused | wrong or crashed |",
+            "|---" * 7 + "|",
             *(_slice(pair) for pair in pairs.values() if "slice" in pair),
             "",
             *_absent(pairs),
@@ -64,6 +55,10 @@ def page(measured: dict[str, Any] | None = None) -> str:
             *(f"- `{name}`: {why}" for name, why in measured["not_core"].items()),
             "- tests marked `slow`, `matrix` or `gpu`",
             "",
+            "*Made from `benchmarks/results/compat.json`, which `make compat` writes, by `make docs`. "
+            f"{measured['machine']}; "
+            + "; ".join(f"Python {python}, torch {torch}" for python, torch in others) + ".*",
+            "",
         ]
     )  # fmt: skip
 
@@ -72,10 +67,14 @@ def _name(pair: dict[str, Any]) -> str:
     return f"TRL {pair['versions']['trl']}, transformers {pair['versions']['transformers']}"
 
 
-def _row(pair: dict[str, Any]) -> str:
-    versions, core = pair["versions"], pair["core"]
-    counts = [str(core[key]) for key in ("passed", "failed", "skipped", "seconds")]
-    return "| " + " | ".join([*(versions[package] for package in SHOWN), *counts]) + " |"
+def _columns(pairs: list[dict[str, Any]]) -> list[str]:
+    """A table with a column for each pair, which fits narrow pages."""
+    lines = ["| | " + " | ".join(f"TRL {pair['versions']['trl']}" for pair in pairs) + " |", "|---" * (len(pairs) + 1) + "|"]
+    for package in SHOWN[1:]:
+        lines.append(f"| {package} | " + " | ".join(pair["versions"][package] for pair in pairs) + " |")
+    for count in ("passed", "failed"):
+        lines.append(f"| tests {count} | " + " | ".join(f"{pair['core'][count]:,}" for pair in pairs) + " |")
+    return lines
 
 
 def _failures(pair: dict[str, Any]) -> list[str]:
@@ -91,13 +90,12 @@ def _slice(pair: dict[str, Any]) -> str:
     part, versions = pair["slice"], pair["versions"]
     stock, safe = part["stock"], part["safe"]
     numbers = [
-        part["cells"],
         *(stock.get(name, 0) for name in OUTCOMES[:3]),
         safe.get("trained", 0),
         safe.get("refused", 0),
         safe.get("wrong", 0) + safe.get("crashed", 0),
     ]
-    return "| " + " | ".join([versions["trl"], versions["transformers"], *map(str, numbers)]) + " |"
+    return "| " + " | ".join([versions["trl"], *map(str, numbers)]) + " |"
 
 
 def _absent(pairs: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,0 +1,113 @@
+"""The generated parts of pages that are written by hand, and the measured table that README and index share."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from results import read_rows
+
+from safe_trainers.core.device import Device
+from safe_trainers.core.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from safe_trainers.core.versions import __version__
+
+
+ROOT = Path(__file__).parent.parent
+OUTCOMES = {
+    "trained": "trains correctly",
+    "refused": "refused, with the fix",
+    "wrong": "trains something else, silently",
+    "crashed": "crashes",
+}
+PICKED = {BFLOAT16: "bf16 autocast", FLOAT16: "fp16 autocast with loss scaling", FLOAT32: "fp32"}
+HARDWARE = {
+    "NVIDIA Ampere and newer: A100, H100, RTX 30 and 40": Device("cuda", "A100", (8, 0)),
+    "AMD Instinct": Device("cuda", "MI300X", (9, 4), rocm=True),
+    "NVIDIA Turing and Volta: T4, V100, RTX 20": Device("cuda", "Tesla T4", (7, 5)),
+    "CPU": Device("cpu"),
+    "Apple (MPS)": Device("mps"),
+}
+WHY = {
+    "cuda": {
+        BFLOAT16: "native arithmetic, no loss scaling needed",
+        FLOAT16: "no bfloat16 arithmetic; PyTorch emulates it, many times slower",
+    },
+    "cpu": {FLOAT32: "half precision saves little time, and fp16 has no loss scaler"},
+    "mps": {FLOAT32: "half precision depends on the version of macOS"},
+}
+
+
+def hardware() -> str:
+    """The table of devices, with the precision that `Device.preferred` picks."""
+    rows = ["| your hardware | picked for you | you write | why |", "|---|---|---|---|"]
+    for name, device in HARDWARE.items():
+        dtype, _ = device.preferred
+        rows.append(f"| {name} | {PICKED[dtype]} | nothing | {WHY[device.kind][dtype]} |")
+    return "\n".join(rows)
+
+
+def measured() -> str:
+    """The table of outcomes, stock and safe, from the results of the matrix."""
+    heading, rows = read_rows(ROOT / "benchmarks" / "results" / "matrix.jsonl")
+    versions: dict[str, str] = heading["versions"]
+    first = f"{len(rows)} combinations of model, trainer and precision"
+    lines = [f"| {first} | {' | '.join(OUTCOMES.values())} |", "|---|---|---|---|---|"]
+    names = {"stock": f"TRL {versions['trl']}", "safe": f"safe-trainers {__version__}"}
+    for side, name in names.items():
+        counts = Counter(row[side]["outcome"] for row in rows)
+        lines.append(f"| {name} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} |")
+    return "\n".join(lines)
+
+
+def limits(name: str, key: str) -> str:
+    """A field of a metric."""
+    from safe_trainers.explain.metrics import metrics
+
+    value: Any = getattr(metrics()[name], key)
+    return str(value)
+
+
+def watch() -> str:
+    """The rows of two metrics, for the page about rollouts."""
+    lines = ["| metric | normal | look when |", "|---|---|---|"]
+    for name in ("logp_mismatch_ulp", "seq_ess", "logp_batch_noise"):
+        anchor = name.replace("_", "-")
+        lines.append(f"| [`precision/{name}`](metrics.md#{anchor}) | {limits(name, 'normal')} | {limits(name, 'look') or '–'} |")
+    return "\n".join(lines)
+
+
+PARTS = {
+    "README.md": {"hardware": hardware, "measured": measured},
+    "docs/index.md": {"hardware": hardware, "measured": measured},
+    "docs/hardware.md": {"hardware": hardware},
+    "docs/rollouts.md": {"watch": watch},
+}
+
+
+def filled(page: str) -> str:
+    """Returns a page with its generated parts up to date.
+
+    Args:
+        page: Its path in the repository.
+
+    Raises:
+        ValueError: If the page lacks the lines between which a part is written.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, make in PARTS[page].items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        before, found, rest = text.partition(begin)
+        if not found or end not in rest:
+            raise ValueError(f"{page} needs the lines {begin} and {end}")
+        text = f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def results(name: str) -> dict[str, Any]:
+    """Reads a file of `benchmarks/results/`.
+
+    Args:
+        name: Its name without `.json`.
+    """
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return found
