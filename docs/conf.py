@@ -10,6 +10,7 @@ release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 nitpicky = True
+default_role = "code"  # docstrings write code in single backticks
 
 myst_heading_anchors = 4  # links such as lora.md#which-dtype-adapters-get
 myst_enable_extensions = ["attrs_inline"]
@@ -19,14 +20,13 @@ myst_html_meta = {
 }
 smartquotes = False  # options such as --dry-run are copied as they are written
 
-autodoc_typehints = "none"  # the signature has them
+autodoc_typehints = "signature"
 autodoc_default_options = {"show-inheritance": True}
-autodoc_mock_imports: list[str] = []
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 # Types of other projects, whose documentation is not linked: a build needs no network.
-nitpick_ignore_regex = [("py:.*", r"(?!safe_trainers\.Safe).*")]
+nitpick_ignore_regex = [("py:.*", r".*")]
 
 html_theme = "furo"
 html_title = f"safe-trainers {__version__}"

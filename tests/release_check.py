@@ -55,7 +55,7 @@ SHORT = (
 WRITTEN = ("adapter_model.safetensors", "adapter_config.json", "log.json")
 """What a run of the recipe leaves, besides the plot."""
 IN_SDIST = ("PKG-INFO", "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt",
-            "pyproject.toml", "tests/conftest.py", "docs/guide.md", "benchmarks/matrix.py")  # fmt: skip
+            "pyproject.toml", "tests/conftest.py", "docs/how-it-works.md", "benchmarks/matrix.py")  # fmt: skip
 _LITTER = re.compile(r"(^|/)(__pycache__|\.git|\.venv|\.hypothesis|\.pytest_cache|runs|_build)(/|$)|\.py[co]$")
 
 

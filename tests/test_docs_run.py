@@ -1,115 +1,178 @@
-"""Every block of code in the pages runs, top to bottom, as a reader would type it.
+"""Every block of code in the pages runs, top to bottom, in an empty folder with the wheel installed.
 
-Only names of the hub are replaced, by small local models and data of the same columns; training commands are
-cut short.
+Nothing is passed to a page: it makes what it uses. Training commands are cut short. A `text` block that follows a
+`python` block is what this prints.
 """
 
+import ast
+import builtins
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
-import datasets
 import pytest
-from peft import LoraConfig
+from release_check import build
 
-from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, tiny
-from safe_trainers.cli.main import COMMANDS, main
+from safe_trainers.cli.main import COMMANDS
 
 
 ROOT = Path(__file__).parent.parent
 ALL = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "recipes/README.md",
     ROOT / "configs/README.md",
 ]
-PAGES = [page for page in ALL if re.search(r"^```python\n", page.read_text(), re.M)]
-SHELL = {
-    page: [
-        line.partition("  #")[0].strip()
-        for language, block in re.findall(r"^```(\S*)\n(.*?)^```$", page.read_text(), re.M | re.S)
-        for line in block.splitlines()
-        if language in ("", "bash", "console") and re.match(r"(safe-trainers|make|git|pip) ", line)
-    ]
-    for page in ALL
-}
+PYTHON = [page for page in ALL if re.search(r"^```python\n", page.read_text(), re.M)]
+PROGRAMS = ("safe-trainers", "make", "pip", ".")
 SHORT = [
     *("--max_steps", "1", "--warm_up_steps", "1", "--dataset_size", "64", "--evaluation_size", "8"),
     *("--per_device_train_batch_size", "8", "--logging_steps", "1", "--progress", "false", "--output_dir", "short"),
 ]
+DRIVER = """
+import contextlib, io, json, sys
+blocks = json.load(open(sys.argv[1]))
+names, printed = {"__name__": "page"}, []
+for line, code in blocks:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile("\\n" * line + code, "page.md", "exec"), names)
+    printed.append(out.getvalue())
+json.dump(printed, open(sys.argv[2], "w"))
+"""
+COMMAND_DRIVER = """
+import json, sys
+from safe_trainers.cli.main import main
+for line in json.load(open(sys.argv[1])):
+    status = main(line)
+    assert status == 0, (status, line)
+"""
 
 
-def answerable(family, folder):
-    """A saved tiny model that samples no image markers and comes to an end, which one that knows nothing would not."""
-    tiny.save(family, folder)
-    settings = folder / "generation_config.json"
-    banned = tiny.generation_kwargs(tiny.build_processor(family))
-    ends = {"exponential_decay_length_penalty": [4, 3.0], "max_length": None}
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), **banned, **ends}))
-    return str(folder)
+def commands(page):
+    """The lines of a page's console blocks, without comments."""
+    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    lines = [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+SHELL = [page for page in ALL if commands(page)]
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The folder that a freshly built wheel was installed into; its dependencies are this environment's."""
+    built, folder = build(tmp_path_factory.mktemp("dist"))["wheel"], tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(built)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.fixture
-def hub(tmp_path):
-    """Names of the hub, and what is there instead."""
-    data = tmp_path / "data"
-    data.mkdir()
-    tiny.prompt_dataset(2, seed=0).to_parquet(data / "train.parquet")
-    return {
-        "Qwen/Qwen2.5-VL-3B-Instruct": answerable("qwen2_5_vl", tmp_path / "model"),
-        "lmms-lab/multimodal-open-r1-8k-verified": str(data),
-    }
+def run(wheel, tmp_path):
+    """Runs a program of Python in an empty folder, with the wheel."""
+
+    def start(code, *arguments):
+        environment = {**os.environ, "PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=empty, env=environment,
+                              capture_output=True, text=True, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return start
 
 
-def length(completions, **_):
-    return [float(len(completion)) for completion in completions]
+def blocks_of(page):
+    """The blocks of Python of a page: their lines, their code, and the output that the page shows for each."""
+    text = page.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", text, re.M | re.S)
+    return [(text[: match.start(1)].count("\n"), match[1], match[2]) for match in found]
 
 
-@pytest.fixture
-def given(tmp_path, monkeypatch):
-    """What the pages use without making it: a model, a dataset, a reward and arguments of the reader's own."""
-    monkeypatch.chdir(tmp_path)
-    model = answerable("text", tmp_path / "text")
-    dataset = datasets.Dataset.from_dict({"prompt": ["what is it?"] * 16})
-    args = SafeGRPOConfig("runs/own", max_steps=1, max_completion_length=4, report_to=[])
-    trainer = SafeGRPOTrainer(model, reward_funcs=length, args=args, train_dataset=dataset, peft_config=LoraConfig())
-    return {"model": model, "dataset": dataset, "reward": length, "args": args, "trainer": trainer}
+@pytest.mark.parametrize("page", PYTHON, ids=name_of)
+def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(page, run, tmp_path):
+    blocks = blocks_of(page)
+    assert len(blocks) == page.read_text().count("\n```python\n")
+    (tmp_path / "blocks.json").write_text(json.dumps([block[:2] for block in blocks]))
+    run(DRIVER, tmp_path / "blocks.json", tmp_path / "printed.json")
+    for (line, _, shown), printed in zip(blocks, json.loads((tmp_path / "printed.json").read_text()), strict=True):
+        if shown is not None:
+            assert printed.strip() == shown.strip(), f"{page.name}:{line}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs(page, hub, given, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names, before, ran = dict(given), set(given), 0
-    for block in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
-        code = block[1]
-        for name, local in hub.items():
-            code = code.replace(name, local)
-        line = page.read_text()[: block.start(1)].count("\n")
-        exec(compile("\n" * line + code, str(page), "exec"), names)
-        ran += 1
-    assert ran == sum(line.strip() == "```python" for line in page.read_text().splitlines())
-    assert set(names) - before - {"__builtins__"}, "no block has made anything"
+def undefined(blocks):
+    """Names that blocks use before any of them has defined them."""
+    known, missing = set(dir(builtins)), []
+    for block in blocks:
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                known.add(node.name)
+            elif isinstance(node, ast.alias):
+                known.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.arg):
+                known.add(node.arg)
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                known.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                known.add(node.id)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        missing += sorted(used - known)
+    return missing
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=name_of)
+def test_a_page_defines_every_name_that_its_code_uses(page):
+    assert undefined(code for _, code, _ in blocks_of(page)) == []
+
+
+def test_an_undefined_name_would_be_found():
+    assert undefined(["from trl import GRPOTrainer\n", "trainer = GRPOTrainer(model)\ntrainer.train()\n"]) == ["model"]
 
 
 def test_there_are_commands_in_the_pages():
-    assert sum(map(len, SHELL.values())) >= 10
+    assert sum(len(commands(page)) for page in SHELL) >= 20
 
 
-@pytest.mark.parametrize("page", [page for page, lines in SHELL.items() if lines],
-                         ids=lambda page: page.relative_to(ROOT).as_posix())  # fmt: skip
-def test_the_commands_of_a_page_work_one_after_the_other(page, tmp_path, monkeypatch):
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("page", SHELL, ids=name_of)
+def test_a_command_can_be_pasted(page):
     targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for line in SHELL[page]:
-        program, *arguments = shlex.split(line)
+    for line in commands(page):
+        if page.name == "CONTRIBUTING.md":
+            continue
+        assert not re.search(r"<[a-z ]+>", line), line
+        program, *arguments = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
+        assert program in PROGRAMS, line
         if program == "make":
             assert arguments[0] in targets
-        elif program in ("git", "pip"):  # they reach for a network: what they install has to exist
+        elif program == "pip":
             assert {name for group in re.findall(r"\[(.+?)\]", line) for name in group.split(",")} <= set(extras)
-        else:
-            short = SHORT if COMMANDS[arguments[0]].takes_recipe_keys else []
-            assert main([*arguments, *short]) == 0, line
+        elif program == ".":
+            assert arguments == [".venv/bin/activate"]  # which `make setup` creates
+
+
+@pytest.mark.parametrize("page", SHELL, ids=name_of)
+def test_the_commands_of_a_page_work_one_after_the_other(page, run, tmp_path):
+    lines = [shlex.split(line)[1:] for line in commands(page) if line.startswith("safe-trainers ")]
+    short = [[*line, *SHORT] if COMMANDS[line[0]].takes_recipe_keys else line for line in lines]
+    (tmp_path / "lines.json").write_text(json.dumps(short))
+    run(COMMAND_DRIVER, tmp_path / "lines.json")
+
+
+def test_console_blocks_are_labelled():
+    """A block without a language would be neither run nor checked."""
+    for page in ALL:
+        for language, block in re.findall(r"^```(\S*)\n(.*?)^```$", page.read_text(), re.M | re.S):
+            assert language or not re.search(r"^(safe-trainers|make|git|pip) ", block, re.M), page

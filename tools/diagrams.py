@@ -15,10 +15,10 @@ STEPS = {
     "place_boundaries": "boundaries",
     "check": "checks of\nfeatures",
     "unify_mixed_weights": "trial\nforward",
-    "match_operations": "trial with\na sample image",
+    "match_operations": "media\ntrial",
 }
 """The steps of `construct`, as the diagram names them."""
-BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
+BLUE, GREEN = "#0072b2", "#009e73"
 
 
 def steps_of_construction() -> list[str]:
@@ -101,7 +101,7 @@ def casts() -> str:
     lines += _number(230, top - 2, 2) + _text(230, top - 24, "layer inputs")
     lines += _number(322, top + 10, 3) + _text(322, top - 24, "features\nto float32")
     lines += _number(559, top - 2, 4) + _text(559, top - 24, "trained weights")
-    lines += _number(712, top - 2, 5) + _text(712, top - 24, "loss scale\n(fp16)")
+    lines += _number(712, top - 2, 5) + _text(712, top - 24, "loss scale")
     lines += _box(474, 202, 170, 50, "generate() under\nthe same autocast")
     lines += [_arrow(535, top + high + 2, 535, 199, "casts", dashed=True)]
     lines += [_arrow(583, 199, 583, top + high + 3, "casts", dashed=True)]

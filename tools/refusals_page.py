@@ -25,6 +25,10 @@ MOMENTS = {
 """The moments of `tools/messages.json`, with the words of a heading and a sentence about them."""
 
 SAMPLE = "precision-contradicts-flag"
+LONGEST = 70
+"""Characters of a message in a heading."""
+SWAP = "swap the trainer for its safe one, `from safe_trainers import SafeGRPOTrainer`, which places a cast where two dtypes meet"
+"""The fix of many entries, which the page explains once."""
 
 
 def refusals_page() -> str:
@@ -64,6 +68,11 @@ def refusals_page() -> str:
     return "\n".join([*lines, *_foot("`REFUSALS`, `WARNINGS` and `tools/messages.json`")]) + "\n"
 
 
+def _plain(text: str) -> str:
+    """A message as text of a heading, in which markdown sees nothing else."""
+    return re.sub(r"([\\*_\[\]<>#])", r"\\\1", text)
+
+
 def _contents(ids: list[str]) -> list[str]:
     """A list of the entries of a group, since narrow screens show no contents beside the page."""
     return [", ".join(f"[`{finding}`](#{finding})" for finding in ids) + ".", ""]
@@ -75,7 +84,9 @@ def _problem(finding: str) -> str:
 
 
 def _entry(finding: Finding) -> list[str]:
-    return [f"({finding.id})=", f"### {finding.id}", "", "```text", *_problem(finding.id).splitlines(), "```", ""]
+    what = record_messages.read()[finding.id]["what"].replace("`", "")
+    title = what if len(what) <= LONGEST else what[:LONGEST].rpartition(" ")[0] + " …"
+    return [f"({finding.id})=", f"### {finding.id}: {_plain(title)}", "", "```text", *_problem(finding.id).splitlines(), "```", ""]
 
 
 def errors_page() -> str:
@@ -144,12 +155,10 @@ def _error(entry: Entry) -> list[str]:
         lines += ["Also: " + ", ".join(map(_code, others)) + ".", ""]
     lines += [f"**Means:** {entry.cause[:1].upper()}{entry.cause[1:]}".rstrip("."), ""]
     lines[-2] += "."
-    lines += [f"**Write:** {entry.fix}", ""]
+    lines += [f"**Write:** {entry.fix.replace(SWAP, 'a safe trainer, as above')}", ""]
     link = re.sub(r"https://github.com/[\w-]+/([\w.-]+)/(?:issues|pull)/(\d+).*", r"\1#\2", entry.link or "")
-    lines += [f"Upstream: [{link}]({entry.link}). `{entry.id}` in the output of `explain`.", ""] if entry.link else [
-        f"`{entry.id}` in the output of `explain`.", ""
-    ]  # fmt: skip
-    return lines
+    upstream = f"; upstream: [{link}]({entry.link})" if entry.link else ""
+    return [*lines, f"Id: `{entry.id}`{upstream}.", ""]
 
 
 def _foot(source: str) -> list[str]:
