@@ -147,6 +147,27 @@ def measure_switches(repetitions: int) -> dict[str, Any]:
     return found
 
 
+ROLLOUTS: list[Point] = [
+    {"family": family, "task": "grpo", "kind": kind, "weights": weights, "hidden": hidden, "new_tokens": tokens}
+    for family, hidden, tokens in (("text", 768, 64), ("llava", 512, 32))
+    for kind, weights in (("full", "fp32"), ("lora", "fp32"), ("lora", "bf16"), ("lora", "4-bit bf16"))
+] + [
+    {"family": "text", "task": "grpo", "kind": "lora", "weights": "fp32", "hidden": 256, "new_tokens": 512},
+    {"family": "text", "task": "grpo", "kind": "lora", "weights": "fp32", "hidden": 1024, "new_tokens": 64},
+]
+"""Steps of GRPO with eight completions of each prompt, where rollouts and towers have a real share of the time."""
+
+
+def measure_rollouts(repetitions: int) -> dict[str, Any]:
+    """Measures steps of GRPO on models of real proportions, by the dtype of the base."""
+    found = {}
+    for point in ROLLOUTS:
+        name = " ".join(map(str, point.values())) + " tokens"
+        found[name] = compare(point | {"batch": 8, "steps": 6}, min(repetitions, 3))
+        progress("rollouts", name, found[name]["step"]["ratios"], found[name]["peak"]["ratios"])
+    return found
+
+
 def measure_sync(repetitions: int) -> dict[str, Any]:
     """Measures the merging of a weight sync without sending, and the drift of the base weights after 100 syncs."""
     import torch
@@ -235,6 +256,7 @@ SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "cells": measure_cells,
     "switches": measure_switches,
     "growth": measure_growth,
+    "rollouts": measure_rollouts,
     "sync": measure_sync,
     "import": measure_import,
     "process": measure_process,

@@ -59,8 +59,17 @@ def prepared(point: Point) -> tuple[str, dict[str, Any]]:
     from peft import LoraConfig
 
     point = {"steps_per_generation": 1, "images": 1, "tokens": None, "hidden": None, "batch": 4, **point}
-    cell = cells.Cell(point["family"], point["task"], "bf16", "bf16", lora=point["kind"] == "lora")
+    weights = point.get("weights", "bf16")
+    cell = cells.Cell(
+        point["family"], point["task"], weights.removeprefix("4-bit "), "bf16", lora="lora" in point["kind"]
+    )
     changes: dict[str, Any] = {"steps": point["steps"], "logging_steps": point["steps"]}
+    if "new_tokens" in point:
+        changes["max_completion_length"] = point["new_tokens"]
+        changes["generation_kwargs"] = {"min_new_tokens": point["new_tokens"]}
+        changes["num_generations"] = point["batch"]
+    if weights.startswith("4-bit"):
+        changes["model_init_kwargs"] = {"dtype": "bfloat16", "quantization_config": four_bits()}
     changes["per_device_train_batch_size"] = point["batch"]
     if point["task"] == "grpo":
         changes["steps_per_generation"] = point["steps_per_generation"]
@@ -74,9 +83,12 @@ def prepared(point: Point) -> tuple[str, dict[str, Any]]:
         rows = [{"input_ids": [index + 5] * point["tokens"]} for index in range(64)]
         arguments["train_dataset"] = datasets.Dataset.from_list(rows)
     if point["hidden"]:
-        arguments["model"] = wide(point["hidden"])
+        arguments["model"] = wide(point["hidden"]) if point["family"] == "text" else wide_with_images(point["hidden"])
     if cell.lora:
-        arguments["peft_config"] = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+        modules: Any = ["q_proj", "v_proj"]
+        if "new_tokens" in point and point["family"] != "text":
+            modules = r".*language_model.*\.(q_proj|v_proj)"  # the tower stays frozen
+        arguments["peft_config"] = LoraConfig(r=8, target_modules=modules)
     return cell.task, arguments
 
 
@@ -100,6 +112,38 @@ def wide(hidden: int) -> str:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return str(folder)
+
+
+@functools.cache
+def wide_with_images(hidden: int) -> str:
+    """Saves a LLaVA of four text layers with a hidden size, and a tower of eight layers on 196 patches."""
+    import cells
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+    source = cells.folder("llava")
+    config = AutoConfig.from_pretrained(source)
+    text, vision = config.text_config, config.vision_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = hidden, 3 * hidden, 4
+    text.num_attention_heads = text.num_key_value_heads = hidden // 32
+    text.head_dim = 32
+    vision.hidden_size, vision.intermediate_size, vision.num_hidden_layers = hidden // 2, 2 * hidden, 8
+    vision.num_attention_heads, vision.image_size, vision.patch_size = hidden // 64, 112, 8
+    folder = Path(cells._root().name) / f"wide-images-{hidden}"
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(source)
+    processor.patch_size = 8
+    processor.image_processor.size = {"shortest_edge": 112}
+    processor.image_processor.crop_size = {"height": 112, "width": 112}
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def four_bits() -> Any:
+    """Returns the configuration of a 4-bit base that computes in bfloat16."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
 def construct(point: Point, safe: bool) -> Any:
