@@ -57,9 +57,9 @@ class Entry:
 
     @cached_property
     def _patterns(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
-        """The first words and the pattern of each message."""
+        """The first words and the pattern of each message; a full stop at its end is often lost when it is pasted."""
         gap = f".{{0,{GAP}}}?"
-        parts = [[squeeze(part) for part in message.split(ANY)] for message in self.messages]
+        parts = [[squeeze(part) for part in message.rstrip(".").split(ANY)] for message in self.messages]
         return tuple((words[0], re.compile(gap.join(map(re.escape, words)), re.DOTALL)) for words in parts)
 
 
