@@ -55,7 +55,9 @@ def half_of_them(completions: list[str], **_: Any) -> list[float | None]:
 
 
 @torch.no_grad()
-def continuations(model: LlamaForCausalLM, begin: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def continuations(
+    model: LlamaForCausalLM, begin: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples TOKENS tokens, and returns them with their log-probabilities, (B, TOKENS) each."""
     ids, logps, past = begin, [], None
     for _ in range(TOKENS):
@@ -68,7 +70,9 @@ def continuations(model: LlamaForCausalLM, begin: torch.Tensor, temperature: flo
     return ids[:, begin.shape[1] :], torch.cat(logps, dim=1)
 
 
-def sampler(dtype: torch.dtype | None = None, temperature: float = 1.0, every: int = 1, unknown: int = 0) -> Callable[..., Any]:
+def sampler(
+    dtype: torch.dtype | None = None, temperature: float = 1.0, every: int = 1, unknown: int = 0
+) -> Callable[..., Any]:
     """Returns a `rollout_func`.
 
     Args:
@@ -271,7 +275,8 @@ def main() -> None:
         "steps": STEPS,
         "tokens": TOKENS,
         "runs": [
-            {**row, "metrics": {k: [float(f"{v:.5g}") for v in vs] for k, vs in row["metrics"].items()}} for row in rows
+            {**row, "metrics": {k: [float(f"{v:.5g}") for v in vs] for k, vs in row["metrics"].items()}}
+            for row in rows
         ],
     }
     RESULT.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

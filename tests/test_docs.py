@@ -163,7 +163,13 @@ def test_the_readme_is_short_and_shows_commands_that_work():
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 500
     screen = "\n".join(text.splitlines()[:40])
-    for part in ("Input type (float) and bias type", "unscale FP16 gradients", "+from safe_trainers", "make demo", "make test"):
+    for part in (
+        "Input type (float) and bias type",
+        "unscale FP16 gradients",
+        "+from safe_trainers",
+        "make demo",
+        "make test",
+    ):
         assert part in screen
     assert "No GPU run has been recorded" in text
     assert "\n...\n" not in text  # an output is shown whole, or not at all
@@ -288,7 +294,12 @@ def test_the_hardware_table_is_what_the_policy_does():
     expected = {"bfloat16": (A100, MI300), "float16": (T4, V100), "float32": (CPU, MPS)}
     for dtype, devices in expected.items():
         assert {device.preferred[0] for device in devices} == {dtype}
-    for row in (r"A100.*bf16 autocast", r"AMD.*bf16 autocast", r"T4, V100.*fp16 autocast with loss scaling", r"CPU \| fp32"):
+    for row in (
+        r"A100.*bf16 autocast",
+        r"AMD.*bf16 autocast",
+        r"T4, V100.*fp16 autocast with loss scaling",
+        r"CPU \| fp32",
+    ):
         assert re.search(row, shown)
 
 

@@ -72,7 +72,18 @@ def name_of(page):
 def wheel(tmp_path_factory):
     """The folder that a freshly built wheel was installed into; its dependencies are this environment's."""
     built, folder = build(tmp_path_factory.mktemp("dist"))["wheel"], tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(built)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(folder),
+        str(built),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder

@@ -44,7 +44,9 @@ def api_page() -> str:
     lines += ["## Testing", "", "In `safe_trainers.testing`.", "", "```{eval-rst}"]
     for name in TESTING:
         lines += [f".. autofunction:: safe_trainers.testing.{name}", ""]
-    return "\n".join([*lines, "```", "", "*Made from `safe_trainers.__all__` and the docstrings by `make docs`.*"]) + "\n"
+    return (
+        "\n".join([*lines, "```", "", "*Made from `safe_trainers.__all__` and the docstrings by `make docs`.*"]) + "\n"
+    )
 
 
 def _directive(name: str) -> list[str]:

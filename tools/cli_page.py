@@ -85,7 +85,9 @@ def _options(name: str) -> list[str]:
     if not actions:
         return []
     lines = ["| argument | meaning |", "|---|---|"]
-    lines += [f"| {_argument(action)} | {formatter._expand_help(action).replace('|', chr(92) + '|')} |" for action in actions]
+    lines += [
+        f"| {_argument(action)} | {formatter._expand_help(action).replace('|', chr(92) + '|')} |" for action in actions
+    ]
     return [*lines, ""]
 
 

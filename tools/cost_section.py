@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,51 +65,54 @@ def page() -> str:
         for part in (*growth["tensors"].values(), *growth["images"].values())
         for of in ("time", "memory")
     )
-    return "\n".join(
-        [
-            "# Cost",
-            "",
-            f"A step takes {min(steps):.2f} to {max(steps):.2f} times the CPU time of stock TRL on toy models, whose steps take",
-            f"9 to 35 ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, {min(more['grpo']):.1f} to",
-            f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest sizes measured the ratio is",
-            f"{min(large):.2f} to {max(large):.2f}. Buffered images and audio take {max(media):.1f} of the bytes.",
-            "",
-            *figures.embed(
-                "cost.svg",
-                "The ratio of safe-trainers over stock TRL approaches 1 as a run grows. Upper row: CPU time of a step, with the "
-                "range of the measurements. Lower row: peak tensor memory and bytes of buffered media.",
-                described="Ratios of time, memory and bytes by size, in six series.",
-            ),
-            "",
-            "## What takes the time",
-            "",
-            "| part | share | to leave it out |",
-            "|---|---|---|",
-            f"| metrics of the rollout | most of a GRPO step's additional time; without it {min(without):.2f} to "
-            f"{max(without):.2f} | `precision_metrics=False` |",
-            "| sampling under autocast | almost nothing | `rollout_compute=\"stock\"` |",
-            "| casts at boundaries and of media, detection of skipped steps | the rest | – |",
-            f"| construction | {min(map(median, built)):.2f} to {max(map(median, built)):.2f} of stock, about 0.01 ms for each "
-            "tensor | – |",
-            f"| import | {median(parts['import']['two trainers']['time']):.2f} of stock | – |",
-            "| trial with one sample image at construction | 0.1 to 0.3 s here | `media_trial=False` |",
-            "",
-            "## Targets",
-            "",
-            *_limits(parts),
-            "",
-            "## How it grows",
-            "",
-            f"The package's own work was measured up to 100,000 tensors and 1,000 images. Nothing grows faster than linearly: the",
-            f"largest exponent is {steepest:.2f}. [Growth](growth.md) has each part; a model of 7 billion parameters with LoRA has",
-            "about 700 tensors.",
-            "",
-            "[All tables](cost_tables.md). GPUs were not measured.",
-            "",
-            "*Made from `benchmarks/results/cost.json` and `growth.json` by `make docs`; `make bench-check` measures again and fails",
-            "outside the committed range.*",
-        ]
-    ) + "\n"
+    return (
+        "\n".join(
+            [
+                "# Cost",
+                "",
+                f"A step takes {min(steps):.2f} to {max(steps):.2f} times the CPU time of stock TRL on toy models, whose steps take",
+                f"9 to 35 ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, {min(more['grpo']):.1f} to",
+                f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest sizes measured the ratio is",
+                f"{min(large):.2f} to {max(large):.2f}. Buffered images and audio take {max(media):.1f} of the bytes.",
+                "",
+                *figures.embed(
+                    "cost.svg",
+                    "The ratio of safe-trainers over stock TRL approaches 1 as a run grows. Upper row: CPU time of a step, with the "
+                    "range of the measurements. Lower row: peak tensor memory and bytes of buffered media.",
+                    described="Ratios of time, memory and bytes by size, in six series.",
+                ),
+                "",
+                "## What takes the time",
+                "",
+                "| part | share | to leave it out |",
+                "|---|---|---|",
+                f"| metrics of the rollout | most of a GRPO step's additional time; without it {min(without):.2f} to "
+                f"{max(without):.2f} | `precision_metrics=False` |",
+                '| sampling under autocast | almost nothing | `rollout_compute="stock"` |',
+                "| casts at boundaries and of media, detection of skipped steps | the rest | – |",
+                f"| construction | {min(map(median, built)):.2f} to {max(map(median, built)):.2f} of stock, about 0.01 ms for each "
+                "tensor | – |",
+                f"| import | {median(parts['import']['two trainers']['time']):.2f} of stock | – |",
+                "| trial with one sample image at construction | 0.1 to 0.3 s here | `media_trial=False` |",
+                "",
+                "## Targets",
+                "",
+                *_limits(parts),
+                "",
+                "## How it grows",
+                "",
+                "The package's own work was measured up to 100,000 tensors and 1,000 images. Nothing grows faster than linearly: the",
+                f"largest exponent is {steepest:.2f}. [Growth](growth.md) has each part; a model of 7 billion parameters with LoRA has",
+                "about 700 tensors.",
+                "",
+                "[All tables](cost_tables.md). GPUs were not measured.",
+                "",
+                "*Made from `benchmarks/results/cost.json` and `growth.json` by `make docs`; `make bench-check` measures again and fails",
+                "outside the committed range.*",
+            ]
+        )
+        + "\n"
+    )
 
 
 def tables_page() -> str:

@@ -35,7 +35,9 @@ def steps_of_construction() -> list[str]:
     return [name for _, name in sorted(calls)]
 
 
-def _text(x: float, y: float, words: str, *, size: int = 13, weight: str = "normal", anchor: str = "middle") -> list[str]:
+def _text(
+    x: float, y: float, words: str, *, size: int = 13, weight: str = "normal", anchor: str = "middle"
+) -> list[str]:
     lines = words.split("\n")
     top = y - (len(lines) - 1) * size * 0.6
     return [
@@ -45,7 +47,9 @@ def _text(x: float, y: float, words: str, *, size: int = 13, weight: str = "norm
     ]
 
 
-def _box(x: float, y: float, width: float, height: float, words: str, colour: str = "currentColor", fill: str = "none") -> list[str]:
+def _box(
+    x: float, y: float, width: float, height: float, words: str, colour: str = "currentColor", fill: str = "none"
+) -> list[str]:
     return [
         f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{fill}" stroke="{colour}" '
         'stroke-width="1.5"/>',
@@ -106,7 +110,9 @@ def casts() -> str:
     lines += [_arrow(535, top + high + 2, 535, 199, "casts", dashed=True)]
     lines += [_arrow(583, 199, 583, top + high + 3, "casts", dashed=True)]
     lines += _number(474, 202, 6)
-    lines += _text(450, 227, "sampler and trainer are compared for each\ntoken: precision/logp_mismatch_ulp", anchor="end")
+    lines += _text(
+        450, 227, "sampler and trainer are compared for each\ntoken: precision/logp_mismatch_ulp", anchor="end"
+    )
     return _page("casts", 760, 262, lines)
 
 
@@ -141,12 +147,17 @@ def timeline() -> str:
         y, x = 74 + 210 * down, 6.0
         for moment, name, steps, words in row:
             width = unit * len(steps)
-            lines += [f'<rect x="{x:.0f}" y="{y - 40}" width="{width}" height="96" rx="8" fill="#0072b218" stroke="none"/>']
+            lines += [
+                f'<rect x="{x:.0f}" y="{y - 40}" width="{width}" height="96" rx="8" fill="#0072b218" stroke="none"/>'
+            ]
             lines += _text(x + width / 2, y - 56, name, size=15, weight="bold")
             lines += [_arrow(x + 6, y - 18, x + width - 4, y - 18, "time")]
             for index, step in enumerate(steps):
                 middle = x + unit * (index + 0.5)
-                lines += [f'<circle cx="{middle:.0f}" cy="{y - 18}" r="5" fill="{GREEN}"/>', *_text(middle, y + 20, step)]
+                lines += [
+                    f'<circle cx="{middle:.0f}" cy="{y - 18}" r="5" fill="{GREEN}"/>',
+                    *_text(middle, y + 20, step),
+                ]
             lines += [_arrow(x + width / 2, y + 58, x + width / 2, y + 74, "time")]
             lines += _text(x + width / 2, y + 88, f"{counts[moment]} refusals", weight="bold")
             lines += _text(x + width / 2, y + 114, words)

@@ -184,7 +184,9 @@ def matrix_page() -> str:
     for found in sorted({found for row in rows for found in row["safe"].get("ids", [])}):
         cells = [row for row in rows if found in row["safe"].get("ids", [])]
         trained = [row["id"] for row in cells if row["stock"]["outcome"] == "trained"]
-        also = f"stock trains {len(trained)} of them ({', '.join(trained)})" if trained else "stock trains none of them"
+        also = (
+            f"stock trains {len(trained)} of them ({', '.join(trained)})" if trained else "stock trains none of them"
+        )
         lines.append(f"- [`{found}`](refusals.md#{found}): {len(cells)} combinations; {also}.")
     unable = [(name, spec) for name, spec in _specs().items() if spec.not_in_stock]
     lines += [
@@ -246,8 +248,14 @@ def draw(file: Path) -> None:
             axes.spines[:].set_visible(False)
             for group, (flag, words) in enumerate(FLAGS.items()):
                 middle = 3 * group + 1.5
-                axes.annotate("", (3 * group + 0.1, -0.062), (3 * group + 2.9, -0.062), annotation_clip=False,
-                              xycoords=axes.get_xaxis_transform(), arrowprops={"arrowstyle": "-", "color": figures.TEXT})
+                axes.annotate(
+                    "",
+                    (3 * group + 0.1, -0.062),
+                    (3 * group + 2.9, -0.062),
+                    annotation_clip=False,
+                    xycoords=axes.get_xaxis_transform(),
+                    arrowprops={"arrowstyle": "-", "color": figures.TEXT},
+                )
                 axes.text(middle, -0.072, words, transform=axes.get_xaxis_transform(), ha="center", va="top")
             axes.set_xlabel("dtype of the weights, by precision flag", labelpad=24)
         patches = [Patch(color=colour) for colour in COLOURS.values()]

@@ -56,8 +56,10 @@ def inline(file: Path) -> None:
     """
     text = file.read_text(encoding="utf-8")
     text = text[text.index("<svg") :].replace(TEXT, "currentColor")
-    text = re.sub(r'<metadata>.*?</metadata>\s*', "", text, flags=re.S)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1)
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)
+    text = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
+    )
     text = re.sub(r'\bid="', f'id="{file.stem}-', text)
     text = re.sub(r'(href="#|url\(#)', rf"\1{file.stem}-", text)
     text = "\n".join(line.rstrip() for line in text.splitlines())

@@ -72,7 +72,9 @@ def watch() -> str:
     lines = ["| metric | normal | look when |", "|---|---|---|"]
     for name in ("logp_mismatch_ulp", "seq_ess", "logp_batch_noise"):
         anchor = name.replace("_", "-")
-        lines.append(f"| [`precision/{name}`](metrics.md#{anchor}) | {limits(name, 'normal')} | {limits(name, 'look') or '–'} |")
+        lines.append(
+            f"| [`precision/{name}`](metrics.md#{anchor}) | {limits(name, 'normal')} | {limits(name, 'look') or '–'} |"
+        )
     return "\n".join(lines)
 
 

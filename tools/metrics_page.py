@@ -160,7 +160,13 @@ def metric_runs_page() -> str:
         values = [value for value in values if value is not None]
         faults = [f"{name}: {_number(typical(found[name], metric))}" for name in metric.shown_by]
         span = f"{_number(min(values))} to {_number(max(values))}" if values else "–"
-        limit = f"above {metric.above:g}" if metric.above is not None else f"below {metric.below:g}" if metric.below else "–"
+        limit = (
+            f"above {metric.above:g}"
+            if metric.above is not None
+            else f"below {metric.below:g}"
+            if metric.below
+            else "–"
+        )
         lines.append(f"| `{metric.name}` | {span} | {limit} | {'; '.join(faults) or '–'} |")
     lines += [
         "",

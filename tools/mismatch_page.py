@@ -34,7 +34,10 @@ def mismatch_page() -> str:
     versions = ", ".join(f"{package} {number}" for package, number in measured["versions"].items())
 
     def head(words: str) -> list[str]:
-        return [f"| {words} | " + " | ".join(f"{length:,}" for length in lengths) + " |", "|---" * (len(lengths) + 1) + "|"]
+        return [
+            f"| {words} | " + " | ".join(f"{length:,}" for length in lengths) + " |",
+            "|---" * (len(lengths) + 1) + "|",
+        ]
 
     def table(metric: str, form: str, scale: float = 1.0) -> list[str]:
         rows = [

@@ -32,7 +32,10 @@ def recipes_page() -> str:
         "",
         "| recipe | task | precision | time on 2 CPU cores |",
         "|---|---|---|---|",
-        *(f"| `{_name(one)}` | {_task(one)} | {_precision(one)} | {_short(one.paragraph('Hardware'))} |" for one in tiny),
+        *(
+            f"| `{_name(one)}` | {_task(one)} | {_precision(one)} | {_short(one.paragraph('Hardware'))} |"
+            for one in tiny
+        ),
         "",
         "These train embedded models on embedded data, and were [run with three seeds](tiny_task.md).",
         "",
@@ -44,7 +47,9 @@ def recipes_page() -> str:
     for one in found:
         keys = _keys(one)
         model = keys["model_name_or_path"].rpartition("/")[2]
-        lines.append(f"| [`{_name(one)}`](#{_anchor(one)}) | {model} | {_task(one)} | {_trains(keys)} | {_precision(one)} |")
+        lines.append(
+            f"| [`{_name(one)}`](#{_anchor(one)}) | {model} | {_task(one)} | {_trains(keys)} | {_precision(one)} |"
+        )
     lines += [
         "",
         "None of these has been run on a GPU yet. The tests validate each, and train a tiny version of it (the same keys, an",
@@ -55,8 +60,12 @@ def recipes_page() -> str:
         lines += [f"({_anchor(one)})=", f"### {_name(one)}", "", one.summary, ""]
         lines += [f"- Hardware: {one.paragraph('Hardware')}", f"- Memory: {_memory(_keys(one))}"]
         lines += [f"- Data: `{_keys(one).get('dataset_name')}`", ""]
-    lines += ["*Made from the headers of `recipes/` by `make docs`. Memory is the weights as loaded, the adapters and their"]
-    lines += ["optimizer state, from the number of parameters in the model's name; activations and rollouts come on top.*"]
+    lines += [
+        "*Made from the headers of `recipes/` by `make docs`. Memory is the weights as loaded, the adapters and their"
+    ]
+    lines += [
+        "optimizer state, from the number of parameters in the model's name; activations and rollouts come on top.*"
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -62,7 +62,12 @@ def refusals_page() -> str:
             own = [finding for finding in findings.values() if findings is REFUSALS or finding.id not in REFUSALS]
             group = [finding for finding in own if recorded[finding.id]["moment"] == moment]
             if group:
-                lines += [f"## {heading} {words}", "", about if heading == "Refused" else "Given once for each trainer.", ""]
+                lines += [
+                    f"## {heading} {words}",
+                    "",
+                    about if heading == "Refused" else "Given once for each trainer.",
+                    "",
+                ]
                 lines += _contents([finding.id for finding in group])
                 lines += [line for finding in group for line in _entry(finding)]
     return "\n".join([*lines, *_foot("`REFUSALS`, `WARNINGS` and `tools/messages.json`")]) + "\n"
@@ -86,7 +91,15 @@ def _problem(finding: str) -> str:
 def _entry(finding: Finding) -> list[str]:
     what = record_messages.read()[finding.id]["what"].replace("`", "")
     title = what if len(what) <= LONGEST else what[:LONGEST].rpartition(" ")[0] + " …"
-    return [f"({finding.id})=", f"### {finding.id}: {_plain(title)}", "", "```text", *_problem(finding.id).splitlines(), "```", ""]
+    return [
+        f"({finding.id})=",
+        f"### {finding.id}: {_plain(title)}",
+        "",
+        "```text",
+        *_problem(finding.id).splitlines(),
+        "```",
+        "",
+    ]
 
 
 def errors_page() -> str:

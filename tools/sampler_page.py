@@ -71,7 +71,10 @@ def sampler_page() -> str:
 
 def _provenance(measured: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{package} {number}" for package, number in measured["versions"].items())
-    return [f"*Made from the results of `{measured['command']}` by `make docs`; {versions}; {measured['machine']}.*", ""]
+    return [
+        f"*Made from the results of `{measured['command']}` by `make docs`; {versions}; {measured['machine']}.*",
+        "",
+    ]
 
 
 def found(rows: list[Row], **wanted: Any) -> Row | None:

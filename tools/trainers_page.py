@@ -84,7 +84,7 @@ def trainers_page() -> str:
         "",
         *(f"- `{row['class']}`: {row['missing']}." for row in others if "missing" in row),
         "",
-        f"*Made from `benchmarks/results/trainers.json`, which `make bench-trainers` writes, by `make docs`;",
+        "*Made from `benchmarks/results/trainers.json`, which `make bench-trainers` writes, by `make docs`;",
         f"{measured['versions']}; {measured['machine']}.*",
         "",
     ]

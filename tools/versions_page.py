@@ -69,7 +69,10 @@ def _name(pair: dict[str, Any]) -> str:
 
 def _columns(pairs: list[dict[str, Any]]) -> list[str]:
     """A table with a column for each pair, which fits narrow pages."""
-    lines = ["| | " + " | ".join(f"TRL {pair['versions']['trl']}" for pair in pairs) + " |", "|---" * (len(pairs) + 1) + "|"]
+    lines = [
+        "| | " + " | ".join(f"TRL {pair['versions']['trl']}" for pair in pairs) + " |",
+        "|---" * (len(pairs) + 1) + "|",
+    ]
     for package in SHOWN[1:]:
         lines.append(f"| {package} | " + " | ".join(pair["versions"][package] for pair in pairs) + " |")
     for count in ("passed", "failed"):

@@ -166,8 +166,9 @@ def explain(text: str) -> Explanation:
 
 
 def report(explanation: Explanation) -> Report:
-    """Builds the report that `safe-trainers explain` prints: cause and fix of each known error and of each metric that is
-    beyond its limit, the cause of the end of the run first.
+    """Builds the report that `safe-trainers explain` prints, the cause of the end of the run first.
+
+    It has the cause and the fix of each known error, and of each metric that is beyond its limit.
 
     Args:
         explanation: The explanation.
@@ -210,16 +211,31 @@ def _raised(plain: str, original: str) -> Iterator[_Raised]:
     for start, following in pairwise([*starts, len(plain)]):
         end = min(following, start + _MAX_MESSAGE)
         stop = _END.search(plain, start, end)
-        message = plain[start : stop.start() if stop else end].strip()
         if last and not _LINK.search(plain, last, start):
             chain += 1
         line += plain.count("\n", last, start)
+        rank = _rank(originals[line - 1])
+        lines = plain[start : stop.start() if stop else end].split("\n")
+        message = "\n".join(_of_rank(lines, originals, line - 1, rank)).strip()
         squeezed = squeeze(message)
         if squeezed not in known:
             known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed)))
-        rank = _RANK.match(originals[line - 1])
-        yield _Raised(message, line, chain, rank[1] if rank else None, known[squeezed])
+        yield _Raised(message, line, chain, rank, known[squeezed])
         last = start
+
+
+def _rank(line: str) -> str | None:
+    """Returns the rank in the prefix of a line, as torch prints it."""
+    match = _RANK.match(line)
+    return match[1] if match else None
+
+
+def _of_rank(lines: Sequence[str], originals: Sequence[str], first: int, rank: str | None) -> Iterator[str]:
+    """Yields the lines of a message, which begins at line `first` of a log, up to the first of another rank."""
+    for number, line in enumerate(lines):
+        if _rank(originals[first + number]) not in (None, rank):
+            return
+        yield line
 
 
 def _cause(raised: Sequence[_Raised]) -> _Raised | None:

@@ -109,7 +109,8 @@ def metrics() -> dict[str, Metric]:
 
 
 def _metric(name: str, entry: dict[str, Any]) -> Metric:
-    return Metric(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Metric(name, **fields)
 
 
 @cache

@@ -1,5 +1,7 @@
 """Each text of the catalogue is what the installed packages really say, or has its place upstream."""
 
+import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -329,8 +331,172 @@ def deepspeed_missing():
     Accelerator(deepspeed_plugin=DeepSpeedPlugin())
 
 
+def attention_mask_dtype():
+    query = ones(1, 1, 2, 4, dtype=BF16)
+    F.scaled_dot_product_attention(query, query, query, attn_mask=ones(2, 2, dtype=F16))
+
+
+def two_halves_in_autocast():
+    with torch.autocast("cpu", dtype=BF16):
+        torch.cat([ones(2, dtype=F16), ones(2), ones(2, dtype=BF16)])
+
+
+def gradient_dtype():
+    torch.nn.Parameter(ones(2)).grad = ones(2, dtype=BF16)
+
+
+def interpolated_dtypes():
+    torch.lerp(ones(2), ones(2, dtype=F16), 0.5)
+
+
+def vector_dtypes():
+    torch.dot(ones(2), ones(2, dtype=F16))
+
+
+def target_dtypes():
+    F.binary_cross_entropy(ones(2, dtype=F16), ones(2))
+
+
+def batch_dtypes():
+    torch.baddbmm(ones(1, 2, 2, dtype=F16), ones(1, 2, 2), ones(1, 2, 2))
+
+
+def output_dtype():
+    torch.mm(ones(2, 2), ones(2, 2), out=ones(2, 2, dtype=BF16))
+
+
+def module_to_integers():
+    torch.nn.Linear(2, 2).to(torch.int32)
+
+
+def integers_that_require_grad():
+    ones(2, dtype=torch.int64).requires_grad_()
+
+
+def blockwise_quantisation():
+    pytest.importorskip("bitsandbytes").functional.quantize_blockwise(ones(64, dtype=torch.uint8))
+
+
+def backward_twice():
+    loss = ones(2).requires_grad_().pow(2).sum()
+    loss.backward()
+    loss.backward()
+
+
+def changed_in_place():
+    inputs = ones(2).requires_grad_() * 2
+    loss = inputs.pow(2).sum()
+    inputs += 1
+    loss.backward()
+
+
+def index_out_of_range():
+    torch.nn.Embedding(3, 2)(torch.tensor([5]))
+
+
+def label_out_of_range():
+    F.cross_entropy(ones(1, 3), torch.tensor([7]))
+
+
+def labels_of_another_length():
+    F.cross_entropy(ones(4, 3), torch.tensor([1]))
+
+
+def result_type():
+    ones(2, dtype=torch.int64).add_(0.5)
+
+
+def meta_weights():
+    torch.nn.Linear(2, 2, device="meta").to("cpu")
+
+
+def examples_of_several_lengths():
+    torch.stack([ones(2), ones(3)])
+
+
+def lists_of_several_lengths():
+    torch.tensor([[1, 2], [3]])
+
+
+def strings_in_a_batch():
+    torch.tensor([["text"]])
+
+
+def shapes_that_differ():
+    ones(2, 3) + ones(2, 4)
+
+
+def shape_of_a_view():
+    ones(2, 3).reshape(4, 2)
+
+
+def shapes_of_a_product():
+    torch.nn.Linear(3, 3)(ones(2, 4))
+
+
+def image_positions_do_not_match():
+    ones(3, 4)[:, torch.tensor([True, True, False, False])] = ones(3, 3)
+
+
+def empty_data_set():
+    torch.utils.data.RandomSampler([])
+
+
+def shared_tensors():
+    from safetensors.torch import save_file
+
+    shared = ones(3)
+    save_file({"a": shared, "b": shared}, "shared.safetensors")
+
+
+def file_cut_off():
+    Path("empty.pt").touch()
+    torch.load("empty.pt", weights_only=False)
+
+
+def not_picklable():
+    import pickle
+
+    pickle.dumps(lambda: None)
+    pickle.dumps(type("Local", (), {"__qualname__": "not_picklable.<locals>.Local"}))
+
+
+def no_space_left():
+    with open("/dev/full", "w") as full:
+        full.write("x")
+
+
+def unknown_trainer_argument():
+    trl.SFTTrainer("model", tokenizer=None)
+
+
+def trainer_of_another_release():
+    Path(trl.SFTConfig("out", use_cpu=True, bf16=False).max_prompt_length)
+
+
+def unknown_architecture():
+    Path("config.json").write_text('{"model_type": "of_tomorrow"}')
+    transformers.AutoConfig.from_pretrained(".")
+
+
+def no_default_targets():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.config = transformers.PretrainedConfig()
+    model.config.model_type = "of_its_own"
+    get_peft_model(model, LoraConfig())
+
+
+def name_of_another_release():
+    from transformers import NameOfAnotherRelease  # noqa: F401
+
+
 PROVOKED = {
     "conv-dtypes": [conv_dtypes],
+    "dtypes-differ": [interpolated_dtypes, vector_dtypes, target_dtypes, batch_dtypes],
+    "out-dtype": [output_dtype],
+    "ragged-batch": [examples_of_several_lengths, lists_of_several_lengths, strings_in_a_batch],
+    "shapes-do-not-fit": [shapes_that_differ, shape_of_a_view, shapes_of_a_product],
+    "integer-weights-need-no-grad": [integer_weights_need_no_grad, integers_that_require_grad],
     "matmul-dtypes": [matmul_dtypes, matmul_with_bias_dtypes],
     "scatter-dtypes": [index_add_dtypes, scatter_dtypes, index_copy_dtypes],
     "no-dtype-of-that-name": [no_dtype_of_that_name, no_dtype_of_that_name_for_trl],
@@ -346,12 +512,34 @@ PROVOKED = {
         unscale_fp16_gradients,
         no_inf_checks,
         unscaled_twice,
+        attention_mask_dtype,
+        two_halves_in_autocast,
+        gradient_dtype,
+        module_to_integers,
+        blockwise_quantisation,
+        backward_twice,
+        changed_in_place,
+        index_out_of_range,
+        label_out_of_range,
+        labels_of_another_length,
+        result_type,
+        meta_weights,
+        image_positions_do_not_match,
+        empty_data_set,
+        shared_tensors,
+        file_cut_off,
+        not_picklable,
+        no_space_left,
+        unknown_trainer_argument,
+        trainer_of_another_release,
+        unknown_architecture,
+        no_default_targets,
+        name_of_another_release,
         nothing_requires_grad,
         sampling_not_finite,
         constant_overflows_fp16,
         numpy_has_no_bf16,
         recomputed_otherwise,
-        integer_weights_need_no_grad,
         no_half_kernel,
         nan_in_backward,
         fsdp_mixed_dtypes,
@@ -397,6 +585,45 @@ IN_A_CHILD = {
 }
 
 
+IN_SOURCE = {
+    "evaluation-without-data": "transformers/trainer.py",
+    "fsdp-layer-class": "accelerate/utils/dataclasses.py",
+    "gated-model": "transformers/utils/hub.py",
+    "hub-not-reachable": "transformers/utils/hub.py",
+    "model-file-missing": "transformers/utils/hub.py",
+    "model-not-found": "transformers/utils/hub.py",
+    "model-not-loadable": "transformers/models/auto/auto_factory.py",
+    "model-returns-no-loss": "transformers/trainer.py",
+    "no-chat-template": "transformers/tokenization_utils_base.py",
+    "no-checkpoint-to-resume": "transformers/trainer.py",
+    "no-padding-of-images": "trl/trainer/sft_trainer.py",
+    "old-torch-and-pickles": "transformers/utils/import_utils.py",
+    "one-generation": "trl/trainer/grpo_config.py",
+    "quantiser-cannot-train": "transformers/trainer_utils.py",
+    "second-adapter": "trl/trainer/grpo_trainer.py",
+    "stream-without-length": "transformers/trainer.py",
+    "trust-remote-code": "transformers/dynamic_module_utils.py",
+    "zero3-with-device-map": "transformers/integrations/accelerate.py",
+}
+"""Where the message stands in the installed packages, if raising it needs a network, a GPU or a large model."""
+
+
+def strings_of(path):
+    """The strings of a module, with `ANY` for what is formatted."""
+    package, _, rest = path.partition("/")
+    spec = importlib.util.find_spec(package)
+    for node in ast.walk(ast.parse((Path(spec.submodule_search_locations[0]) / rest).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else ANY for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize(("key", "path"), IN_SOURCE.items())
+def test_the_packages_contain_it(key, path):
+    assert any(any(UPSTREAM[key].places(squeeze(text))) for text in strings_of(path))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("expected", "provoke"), [pytest.param(key, f, id=f.__name__) for key, fs in PROVOKED.items() for f in fs]
@@ -425,8 +652,8 @@ def test_the_packages_say_it(expected, provoke, tmp_path, monkeypatch, caplog):
 
 def test_each_entry_is_backed():
     unlinked = {entry.id for entry in UPSTREAM.values() if entry.link is None}
-    assert unlinked <= set(PROVOKED) | IN_A_CHILD
-    assert set(PROVOKED) | IN_A_CHILD <= set(UPSTREAM)
+    assert unlinked <= set(PROVOKED) | IN_A_CHILD | set(IN_SOURCE)
+    assert set(PROVOKED) | IN_A_CHILD | set(IN_SOURCE) <= set(UPSTREAM)
     for entry in UPSTREAM.values():
         assert entry.link is None or re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", entry.link)
 

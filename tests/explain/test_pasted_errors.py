@@ -1,0 +1,118 @@
+"""Errors that people pasted in public threads, and whole logs, are explained by the right entry, or not at all."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from safe_trainers.explain.catalogue import entries
+from safe_trainers.explain.log_reader import explain
+
+
+DATA = tomllib.loads(Path(__file__).with_name("pasted_errors.toml").read_text(encoding="utf-8"))
+PASTED, UNRELATED = DATA["pasted"], [row["text"] for row in DATA["unrelated"]]
+
+
+def first(text):
+    found = explain(text).found
+    return found[0].entry.id if found else None
+
+
+def name(row):
+    return f"{row['set']}-{'-'.join(row['thread'].split('/')[-3:])}"
+
+
+@pytest.mark.parametrize("row", PASTED, ids=name)
+def test_a_pasted_text_gets_its_entry_or_none(row):
+    assert first(row["text"]) == row.get("id")
+    if row.get("id") is not None and entries()[row["id"]].kind != "launcher":
+        assert explain(row["text"]).explained
+
+
+@pytest.mark.parametrize("text", UNRELATED)
+def test_errors_of_other_fields_get_no_entry(text):
+    assert explain(text).found == ()
+
+
+def test_the_data_is_what_its_head_says():
+    assert len([row for row in PASTED if row["set"] == 0]) >= 100
+    assert len(UNRELATED) >= 30
+    for row in PASTED:
+        assert row["thread"].startswith("https://github.com/")
+        assert row.get("id") in (None, *entries())
+        assert row.get("first") in (None, "right", "wrong")
+        assert row["set"] > 0 or ("id" in row and "first" not in row)
+
+
+@pytest.mark.parametrize(
+    ("number", "texts", "right", "wrong"), [(1, 50, 12, 0), (2, 50, 18, 5), (3, 22, 6, 0)], ids=["1", "2", "3"]
+)
+def test_how_many_texts_were_answered_before_messages_were_written_from_them(number, texts, right, wrong):
+    """The share of errors that the catalogue knows without having seen them; a later set is added here."""
+    rows = [row for row in PASTED if row["set"] == number]
+    assert len(rows) == texts
+    assert sum(row.get("first") == "right" for row in rows) == right
+    assert sum(row.get("first") == "wrong" for row in rows) == wrong
+
+
+def test_every_crash_of_stock_in_the_evidence_is_known():
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "matrix.jsonl"
+    rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    messages = {row["stock"]["message"] for row in rows if row.get("stock", {}).get("outcome") == "crashed"}
+    assert len(messages) > 5
+    assert {message for message in messages if not explain(message).explained} == set()
+
+
+# --- whole logs ------------------------------------------------------------------------------------------------------
+
+STEPS = "".join(f"{{'loss': '{2 - step / 10:.4f}', 'grad_norm': '1.2', 'epoch': '{step}'}}\n" for step in range(9))
+FRAMES = 'Traceback (most recent call last):\n  File "/u/train.py", line 9, in <module>\n    trainer.train()\n'
+SCATTER = "RuntimeError: masked_scatter_: expected self and source to have same dtypes but got Float and Half"
+
+
+def test_the_last_error_of_a_log_comes_first():
+    memory = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n\nretrying\n\n"
+    log = f"{STEPS}{FRAMES}{memory}{STEPS}{FRAMES}{SCATTER}\n"
+    said = explain(log)
+    assert [found.entry.id for found in said.found] == ["masked-scatter-dtypes", "out-of-memory"]
+    assert log.splitlines()[said.found[0].line - 1] == SCATTER
+
+
+def test_the_error_of_one_rank_is_not_buried_by_the_time_outs_of_the_others():
+    failed = "".join(f"[rank2]: {line}\n" for line in f"{FRAMES}{SCATTER}".splitlines())
+    timeout = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, Timeout(ms)=600000) ran for 600009 ms"
+    others = "".join(f"[rank{n}]:[E602 11:18:52.5 ProcessGroupNCCL.cpp:684] [Rank {n}] {timeout}\n" for n in (0, 1, 3))
+    launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED\n"
+    said = explain(f"{STEPS}{failed}{others}{FRAMES}{launcher}")
+    assert [found.entry.id for found in said.found] == ["masked-scatter-dtypes", "nccl-timeout", "rank-failed"]
+    assert said.explained
+    assert said.found[1].times == 3
+
+
+def test_a_process_that_was_killed_has_no_other_error():
+    launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED\n"
+    killed = "E0112 10:00 99 torch/distributed/elastic/multiprocessing/api.py:9] failed (exitcode: -9) local_rank: 0\n"
+    said = explain(f"{STEPS}{killed}{FRAMES}{launcher}")
+    assert said.found[0].entry.id == "killed-by-the-system"
+    assert said.explained
+
+
+@pytest.mark.parametrize("dumps", [repr, json.dumps], ids=["python", "json"])
+def test_metrics_that_are_not_finite_are_found_in_lines_of_a_log(dumps):
+    rows = [{"loss": 1.5, "grad_norm": 0.2}, {"loss": 1.4, "grad_norm": float("nan")}, {"loss": float("nan")}]
+    log = "\n".join(map(dumps, rows))
+    assert {found.entry.id: found.line for found in explain(log).found} == {"nan-grad-norm": 2, "nan-loss": 3}
+    assert explain(dumps(rows[0])).found == ()
+
+
+@pytest.mark.parametrize("dumps", [repr, json.dumps], ids=["python", "json"])
+def test_skipped_steps_are_found_by_their_metric(dumps):
+    rows = [{"precision/skipped_steps": float(n), "precision/effective_steps": 20.0} for n in range(12)]
+    said = explain("\n".join(map(dumps, rows)))
+    assert [(metric.key, value) for metric, value in said.beyond] == [("precision/skipped_steps", 11 / (11 + 20))]
+    assert explain("\n".join(map(dumps, rows[:1]))).beyond == ()
+
+
+def test_quotation_marks_of_a_forum_are_read_as_those_of_a_program():
+    assert first("name ‘PeftModel’ is not defined") == "peft-missing"
