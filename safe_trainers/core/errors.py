@@ -19,6 +19,7 @@ import ast
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -29,6 +30,9 @@ from .refusals import REFUSALS
 
 Level: TypeAlias = Literal["ok", "note", "warning", "error"]
 """How severe a problem is. A `"warning"` works but is probably not intended; an `"error"` cannot work."""
+
+Syntax: TypeAlias = Literal["python", "yaml", "options"]
+"""How settings are written: in Python, in a recipe, or on the command line."""
 
 _CODE_SPAN = re.compile(r"`([^`]+)`")
 
@@ -59,12 +63,14 @@ class Fix:
         settings: Settings to write, as pairs of name and value.
         drop: Settings to remove.
         command: A shell command to run.
+        example: Whether the settings only show the form of a value that the user has to choose.
     """
 
     text: str = ""
     settings: tuple[tuple[str, Any], ...] = ()
     drop: tuple[str, ...] = ()
     command: str = ""
+    example: bool = False
 
     def __str__(self) -> str:
         """Returns the fix in Python syntax."""
@@ -83,6 +89,21 @@ class Fix:
         written = [f"{key}: {yaml_value(value)}" for key, value in self.settings]
         return self.command or self._changes(written if len(written) == 1 else [f"`{line}`" for line in written])
 
+    def as_options(self) -> str:
+        """Returns the fix in the syntax of a command line."""
+        code = _CODE_SPAN.fullmatch(self.text)
+        if code is not None:
+            return _setting_as_option(code[1])
+        if self.text:
+            return _CODE_SPAN.sub(lambda span: f"`{_setting_as_option(span[1])}`", self.text)
+        dropped = replace(self, drop=tuple(f"--{key}" for key in self.drop))
+        options = " ".join(f"--{key} {option_value(value)}" for key, value in self.settings)
+        return self.command or dropped._changes([options] if options else [])
+
+    def written(self, syntax: "Syntax") -> str:
+        """Returns the fix in a syntax."""
+        return {"python": self.__str__, "yaml": self.as_yaml, "options": self.as_options}[syntax]()
+
     def _changes(self, settings: list[str]) -> str:
         dropped = [f"drop {' and '.join(f'`{key}`' for key in self.drop)}"] if self.drop else []
         return ", and ".join([*dropped, *([" and ".join(settings)] if settings else [])])
@@ -95,6 +116,15 @@ def write(**settings: Any) -> Fix:
         **settings: The value of each setting.
     """
     return Fix(settings=tuple(settings.items()))
+
+
+def write_example(**settings: Any) -> Fix:
+    """Returns a fix that shows the form of settings whose values the user has to choose.
+
+    Args:
+        **settings: A value of each setting.
+    """
+    return Fix(settings=tuple(settings.items()), example=True)
 
 
 def leave_out(*keys: str) -> Fix:
@@ -133,6 +163,11 @@ class Place:
         """Returns `file:line`, the format of compilers."""
         return "" if self.file is None else f"{self.file}:{self.line}" if self.line else self.file
 
+    @property
+    def syntax(self) -> "Syntax":
+        """The syntax of this place: YAML in a file, else Python."""
+        return "yaml" if self.file is not None else "python"
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -164,12 +199,13 @@ class Problem:
         return replace(self, place=place)
 
     def line(self) -> str:
-        """Returns the problem in one line, with the fix in the syntax of a recipe."""
+        """Returns the problem in one line, with the fix in the syntax of a recipe, or of the command line."""
         parts = [f"{self.place}: " if str(self.place) else "", self.text]
         if self.fix is not None:
-            fix = self.fix.as_yaml()
+            fix = self.fix.written("options" if self.place.syntax == "options" else "yaml")
             # A fix that is neither a setting nor a command is a sentence by itself.
-            verb = "Run: " if self.fix.command else "Write: " if not self.fix.drop and not self.fix.text else ""
+            setting = not self.fix.drop and (not self.fix.text or _CODE_SPAN.fullmatch(self.fix.text) is not None)
+            verb = "Run: " if self.fix.command else "Write: " if setting else ""
             parts.append(f". {verb}{fix if verb else fix[:1].upper() + fix[1:]}")
         if self.id is not None:
             parts.append(f"  [{self.id}]")
@@ -185,8 +221,8 @@ class Problem:
     def __str__(self) -> str:
         place = f"{self.place}: " if str(self.place) else ""
         lines = [f"{place}{self.what}", *([f"  why: {self.why}"] if self.why else [])]
-        if self.fix is not None:  # a problem in a file is fixed in YAML
-            lines.append(f"  fix: {self.fix.as_yaml() if place else self.fix}")
+        if self.fix is not None:
+            lines.append(f"  fix: {self.fix.written(self.place.syntax)}")
         if self.id is not None:
             lines[-1] += f"  [{self.id}]"
         return "\n".join(lines)
@@ -290,6 +326,19 @@ def yaml_value(value: Any) -> str:
     return _yaml_string(value) if isinstance(value, str) else str(value)
 
 
+def option_value(value: Any) -> str:
+    """Formats a value as the words after an option of a command line.
+
+    Args:
+        value: Any value of a recipe.
+    """
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(option_value, value)) or "none"
+    if isinstance(value, dict):
+        return shlex.quote(json.dumps(value))
+    return "none" if value is None else shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))
+
+
 def _yaml_string(text: str) -> str:
     """A string as YAML writes it: in quotes if it would be read as something else without them."""
     import yaml
@@ -311,6 +360,18 @@ def _setting_as_yaml(code: str) -> str:
     except (ValueError, SyntaxError):
         return code
     return f"{key}: {yaml_value(value)}"
+
+
+def _setting_as_option(code: str) -> str:
+    """Converts `key=literal` to an option; any other code is returned unchanged."""
+    key, _, written = code.partition("=")
+    if not key.isidentifier():
+        return code
+    try:
+        value = ast.literal_eval(written)
+    except (ValueError, SyntaxError):
+        return code if written else f"--{key}"
+    return f"--{key} {option_value(value)}"
 
 
 def nearest(value: str, accepted: Iterable[str], similarity: float = 0.6) -> str | None:

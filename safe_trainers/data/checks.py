@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..core.errors import Place, Problem, write
+from ..core.errors import Place, Problem, write, write_example
 from ..policy.settings import Range
 
 
@@ -71,5 +71,5 @@ def no_prompt(columns: Mapping[str, Any]) -> Problem:
         columns: The run's columns, and their names in the dataset.
     """
     what = "prompt_template makes the prompt, but dataset_columns has no `prompt`"
-    fix = write(dataset_columns={"prompt": "COLUMN", **columns})
+    fix = write_example(dataset_columns={"prompt": "COLUMN", **columns})
     return Problem(what, fix=fix, place=Place(key="prompt_template"))

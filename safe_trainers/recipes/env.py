@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.errors import Fix, Place, Problem, hint, nearest, write
+from ..core.errors import Fix, Place, Problem, hint, nearest, write_example
 from .yaml_file import Entry
 
 
@@ -78,7 +78,7 @@ def env_problems(env: Mapping[str, Entry], path: str | None) -> Iterator[Problem
     for name, entry in env.items():
         place, value = Place(path, entry.line, "env"), _value(entry)
         if value is None:
-            what, fix = f"the value of {name} in env must be a single value", write(env={name: "VALUE"})
+            what, fix = f"the value of {name} in env must be a single value", write_example(env={name: "VALUE"})
             yield Problem(what, fix=fix, place=place)
         elif name not in ALLOWED:
             what = f"env does not set {name}: a recipe sets only variables that are known to tune a run"

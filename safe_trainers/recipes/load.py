@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trl import TrlParser
 
-from ..core.errors import Place, PrecisionError, Problem, RecipeError, write
+from ..core.errors import Place, PrecisionError, Problem, RecipeError, write_example
 from ..data.columns import missing_columns
 from ..rewards.registry import import_reward
 from .keys import RecipeArguments, recipe_classes
@@ -118,7 +118,7 @@ def load_rewards(recipe: Recipe) -> list[Any]:
     rewards: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     rewards += [import_reward(name) for name in script.reward_funcs or []]
     if not rewards:
-        raise RecipeError(Problem("reward_funcs is empty", fix=write(reward_funcs=["think_format_reward"])))
+        raise RecipeError(Problem("reward_funcs is empty", fix=write_example(reward_funcs=["think_format_reward"])))
     return rewards
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..core.errors import Problem, RecipeError, hint, leave_out, nearest, run_command, write
+from ..core.errors import Fix, Problem, RecipeError, hint, leave_out, nearest, run_command, write, write_example
 from ..data.columns import (
     BLIND_MODELS,
     EMBEDDED_DATASETS,
@@ -80,11 +80,13 @@ def _named_model(settings: Settings, key: str, steps: str) -> Iterator[Problem]:
     name = settings[key]
     if not name:
         what = f"{key} is missing: a folder, a name on the hub, or an embedded model"
-        yield settings.error(key, what, write(**{key: "tiny:aria"}))
+        yield settings.error(key, what, write_example(**{key: "tiny:aria"}))
         return
     family = embedded_name(name)
     if family is not None and family not in EMBEDDED_MODELS:
-        yield settings.error(key, f"there is no embedded model {name!r}{hint(nearest(family, EMBEDDED_MODELS), TINY)}")
+        near = nearest(family, EMBEDDED_MODELS)
+        fix = write(**{key: f"{TINY}{near}"}) if near is not None else None
+        yield settings.error(key, f"there is no embedded model {name!r}{hint(near, TINY)}", fix)
     elif family is None and settings[steps]:
         what = f"{steps} is for embedded models, and {name!r} is not one"
         yield settings.error(steps, what, leave_out(steps))
@@ -110,14 +112,15 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
     if not name:
         if not settings["datasets"]:
             what = "dataset_name is missing: a folder, a file, a name on the hub, or an embedded dataset"
-            yield settings.error(key, what, write(dataset_name="tiny:shapes"))
+            yield settings.error(key, what, write_example(dataset_name="tiny:shapes"))
         return
     if not all(isinstance(column, str) for column in (settings["dataset_columns"] or {}).values()):
         return  # reported elsewhere
     embedded = embedded_name(name)
     if embedded is not None and embedded not in EMBEDDED_DATASETS:
-        near = hint(nearest(embedded, EMBEDDED_DATASETS), TINY)
-        yield settings.error(key, f"there is no embedded dataset {name!r}{near}")
+        near = nearest(embedded, EMBEDDED_DATASETS)
+        fix = write(**{key: f"{TINY}{near}"}) if near is not None else None
+        yield settings.error(key, f"there is no embedded dataset {name!r}{hint(near, TINY)}", fix)
     elif embedded is not None:
         columns = embedded_columns(embedded, settings.task)
         wrong = missing_columns(settings.task, name, columns, bool(settings["needs_images"]))
@@ -154,7 +157,7 @@ def _rewards(settings: Settings) -> Iterator[Problem]:
     names = settings["reward_funcs"] or []
     if not names and not settings["reward_model_name_or_path"]:
         what = "reward_funcs is empty: names of rewards, or dotted paths of your own functions"
-        yield settings.error("reward_funcs", what, write(reward_funcs=["think_format_reward"]))
+        yield settings.error("reward_funcs", what, write_example(reward_funcs=["think_format_reward"]))
     for item, name in enumerate(names):
         if "." not in name:
             for problem in _registered(name, settings.for_run):
@@ -187,7 +190,7 @@ def _output(settings: Settings) -> Iterator[Problem]:
         yield settings.error("output_dir", f"output_dir {output} cannot be written: {existing} is {why}")
     resume = settings["resume_from_checkpoint"]
     if isinstance(resume, str) and resume.lower() not in {"", "true", "false"} and not os.path.isdir(resume):
-        fix = write(resume_from_checkpoint=f"{output}/checkpoint-100")
+        fix = write_example(resume_from_checkpoint=f"{output}/checkpoint-100")
         yield settings.error("resume_from_checkpoint", f"there is no checkpoint {resume}", fix)
 
 
@@ -199,7 +202,7 @@ def _inside(settings: Settings) -> Iterator[Problem]:
             ".." in PurePosixPath(name).parts or name.startswith(("/", "~")) or "\\" in name
         ):
             what = f"{key} {shown(name)} is a path, and a run writes only below its output_dir"
-            yield settings.error(key, what, write(**{key: PurePosixPath(name).name or "NAME"}))
+            yield settings.error(key, what, _name_below(key, name))
     output = Path(settings["output_dir"] or "trainer_output")
     places = {**dict.fromkeys(INIT_KWARGS, CACHES), "deepspeed": DISKS, "logging_dir": frozenset({"logging_dir"})}
     for key, words in places.items():
@@ -209,7 +212,8 @@ def _inside(settings: Settings) -> Iterator[Problem]:
         for name, place in [(key, value)] if key == "logging_dir" else _places(value, words):
             if isinstance(place, str) and not _below(place, output):
                 what = f"{name} {shown(place)} is outside output_dir, and a run writes only below it"
-                yield settings.error(key, what, write(**{name: str(output / PurePosixPath(place).name)}))
+                below = str(output / PurePosixPath(place).name)
+                yield settings.error(key, what, write(**{key: _with_place(value, words, place, below)}))
     for key in FILES_OR_MAPPINGS & set(settings.values):
         value = settings[key]
         if isinstance(value, str) and settings.sound(key) and not os.path.isfile(value):
@@ -226,6 +230,23 @@ def _places(value: Any, words: frozenset[str]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for below in value:
             yield from _places(below, words)
+
+
+def _with_place(value: Any, words: frozenset[str], old: str, new: str) -> Any:
+    """A nested mapping with another place; a single value is the place itself."""
+    if isinstance(value, dict):
+        return {
+            key: new if key in words and below == old else _with_place(below, words, old, new)
+            for key, below in value.items()
+        }
+    if isinstance(value, list):
+        return [_with_place(below, words, old, new) for below in value]
+    return new if value == old else value
+
+
+def _name_below(key: str, name: str) -> Fix:
+    last = PurePosixPath(name.replace("\\", "/")).name
+    return write(**{key: last}) if last else write_example(**{key: "NAME"})
 
 
 def _below(place: str, output: Path) -> bool:

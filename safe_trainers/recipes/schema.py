@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..core.errors import Fix, Place, Problem, RecipeError, hint, leave_out, nearest, run_command, write
+from ..core.errors import Fix, Place, Problem, RecipeError, hint, leave_out, nearest, run_command, write, write_example
 from ..core.tasks import TASKS
 
 
@@ -393,7 +393,7 @@ def _mapping_from(key: Key, value: str) -> Any:
     if key.name in FILES_OR_MAPPINGS and not value.lstrip().startswith(("{", "[")):
         return value
     example = {"dtype": "bfloat16"} if key.name == "model_init_kwargs" else {"name": "value"}
-    raise _refused(f"{key.name} must be `key: value` pairs, got {shown(value)}", write(**{key.name: example}))
+    raise _refused(f"{key.name} must be `key: value` pairs, got {shown(value)}", write_example(**{key.name: example}))
 
 
 def _convert_list(key: Key, values: Any, text: str | None = None) -> list[Any]:

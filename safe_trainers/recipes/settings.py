@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..core.errors import Fix, Level, Place, Problem
+from ..core.errors import Fix, Level, Place, Problem, Syntax
 from .schema import Schema
 from .yaml_file import Entry
 
@@ -15,6 +15,11 @@ class CommandLine(Place):
 
     def __str__(self) -> str:
         return "on the command line"
+
+    @property
+    def syntax(self) -> Syntax:
+        """Options."""
+        return "options"
 
 
 def printable(problem: Problem) -> Problem:
@@ -96,7 +101,7 @@ class Settings:
         return not self.broken & set(keys)
 
     def place(self, *keys: str, item: int | None = None) -> Place:
-        """The place of the first of these keys that was set.
+        """The place of the first of these keys that was set; those on the command line come first.
 
         Args:
             *keys: The keys.
@@ -105,6 +110,7 @@ class Settings:
         for key in keys:
             if key in self.overridden:
                 return CommandLine(key=key)
+        for key in keys:
             if key in self.entries:
                 entry = self.entries[key]
                 listed = item is not None and item < len(entry.items)

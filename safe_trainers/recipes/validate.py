@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import Fix, Place, PrecisionError, Problem, RecipeError, hint, leave_out, nearest
+from ..core.errors import Fix, Place, PrecisionError, Problem, RecipeError, hint, leave_out, nearest, write, yaml_value
 from ..core.tasks import TASKS
 from ..report.document import Report
 from . import packaged
@@ -375,11 +375,20 @@ def _unknown(settings: Settings, key: str, value: Any) -> Problem:
     if problem is not None:
         return problem
     if plain != key and plain in settings.schema.keys:
-        return Problem(f"there is no key {key!r}{hint(plain)}")
+        return Problem(f"there is no key {key!r}{hint(plain)}", fix=_renamed(settings, plain, value))
     others = [task for task in TASKS if task != settings.task and plain in load(task).keys]
     if others:
         return Problem(f"{key!r} is a key of {' and '.join(others)}, not of {settings.task}", fix=leave_out(key))
-    return Problem(f"there is no key {key!r}{hint(nearest(key, settings.schema.keys, MISSPELT))}")
+    near = nearest(key, settings.schema.keys, MISSPELT)
+    return Problem(f"there is no key {key!r}{hint(near)}", fix=_renamed(settings, near, value))
+
+
+def _renamed(settings: Settings, key: str | None, value: Any) -> Fix | None:
+    """The line with the key that was probably meant, if it is not written too."""
+    plain = value is None or isinstance(value, (str, int, float, list, dict))
+    if key is None or key in settings.entries or not plain or len(yaml_value(value)) > 200:
+        return None
+    return write(**{key: value})
 
 
 def _meant(unknown: set[str], schema: Schema) -> set[str]:

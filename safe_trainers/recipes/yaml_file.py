@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..core.errors import Fix, Place, Problem, hint, nearest, write
+from ..core.errors import Fix, Place, Problem, hint, nearest, write_example
 
 
 MAX_BYTES = 2**20
@@ -25,6 +25,7 @@ MAX_VALUES = 20_000
 EDITORS = "yaml-language-server:"
 """The beginning of a comment that tells editors the schema of a file."""
 
+_TOO_LARGE = f"this is not a recipe: it is larger than {MAX_BYTES // 2**20} MiB"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
 
 
@@ -89,8 +90,27 @@ def read_file(path: str | Path) -> RecipeFile:
     """
     made = RecipeFile(str(path))
     data = _bytes(Path(path), made)
-    if data is None:
+    return made if data is None else _read(data, made)
+
+
+def read_bytes(data: bytes, name: str) -> RecipeFile:
+    """Reads the content of a file.
+
+    Args:
+        data: The content.
+        name: The name of the file, for messages.
+
+    Returns:
+        What could be read of it, with its problems.
+    """
+    made = RecipeFile(name)
+    if len(data) > MAX_BYTES:
+        made.add(None, _TOO_LARGE)
         return made
+    return _read(data, made)
+
+
+def _read(data: bytes, made: RecipeFile) -> RecipeFile:
     made.header, made.header_line = _header(data)
     try:
         loader = yaml.SafeLoader(data)
@@ -126,7 +146,7 @@ def _bytes(path: Path, made: RecipeFile) -> bytes | None:
             made.add(None, "this is not a regular file", Fix("write the recipe to a regular file"))
             return None
         if path.stat().st_size > MAX_BYTES:
-            made.add(None, f"this is not a recipe: it is larger than {MAX_BYTES // 2**20} MiB")
+            made.add(None, _TOO_LARGE)
             return None
         return path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -158,7 +178,7 @@ def _fill(loader: yaml.SafeLoader, node: yaml.MappingNode, made: RecipeFile) -> 
         if isinstance(value, yaml.MappingNode):
             made.env = {entry.key: entry for entry in _entries(loader, value, made)}
         else:
-            fix = write(env={"TOKENIZERS_PARALLELISM": False})
+            fix = write_example(env={"TOKENIZERS_PARALLELISM": False})
             made.add(value.start_mark.line + 1, "env must hold `NAME: value` lines", fix)
 
 

@@ -123,10 +123,8 @@ def verdict_text(verdict: Problem) -> str:
 
 
 def verdict_fix(verdict: Problem) -> str | None:
-    """Returns the fix of a verdict: as YAML if its place is a file, else as Python; `None` if it has no fix."""
-    if verdict.fix is None:
-        return None
-    return verdict.fix.as_yaml() if str(verdict.place) else str(verdict.fix)
+    """Returns the fix of a verdict in the syntax of its place; `None` if it has no fix."""
+    return None if verdict.fix is None else verdict.fix.written(verdict.place.syntax)
 
 
 def _verdict_to_dict(verdict: Problem) -> dict[str, Any]:

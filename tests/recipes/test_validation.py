@@ -583,7 +583,7 @@ def test_overrides_are_checked_by_the_same_keys():
         "on the command line: there is no key 'learning_rte'; did you mean 'learning_rate'?",
         "on the command line: num_generations must be an integer, got '4.0'",
         "on the command line: bf16 must be true or false, got 'perhaps'",
-        "on the command line: 'packing' is a key of sft, not of grpo. Drop `packing`",
+        "on the command line: 'packing' is a key of sft, not of grpo. Drop `--packing`",
     }
     assert checked.values["max_steps"] == 5
     assert said(check(GOOD, overrides=["stray", "--use_peft"])) == [(None, "stray does not belong to a key")]
