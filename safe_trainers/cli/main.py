@@ -33,6 +33,9 @@ class Command:
     takes_recipe_keys: bool = False
 
 
+COMPLETING = "_ARGCOMPLETE"
+"""Environment variable that argcomplete's shell functions set while they ask for completions."""
+
 COMMANDS = {
     **{
         name: Command(" ".join(f"train {task.trains} with {task.trainer}".split()), "train", takes_recipe_keys=True)
@@ -44,6 +47,8 @@ COMMANDS = {
     "validate": Command("check recipes and print all problems at once", "validate"),
     "list": Command("list the recipes and launch configs that come with the package", "list_recipes"),
     "copy": Command("copy a packaged recipe or launch config into the current folder", "copy_recipe"),
+    "keys": Command("list the keys of recipes, with type, default and help", "list_keys"),
+    "completion": Command("print the code that completes commands, recipes and keys in a shell", "completion"),
     "report": Command("show the dtypes that a model, recipe or checkpoint stores and computes in", "report"),
     "compare": Command("compare the reports of two models, recipes or checkpoints, or two saved reports", "compare"),
     "plot": Command("plot the log of a run: reward, loss, loss scale, mismatch of sampler and trainer", "plot"),
@@ -88,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 for success, 1 for warnings or differences, 2 for errors or invalid input.
     """
+    if COMPLETING in os.environ:
+        from .completion import complete
+
+        complete(build_parser())  # prints the completions, and exits
     given = list(sys.argv[1:] if argv is None else argv)
     chosen = next((arg for arg in given if not arg.startswith("-")), None)
     command = COMMANDS.get(chosen or "")

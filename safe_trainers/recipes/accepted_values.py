@@ -87,7 +87,7 @@ def entries_of(key: str) -> tuple[str, ...]:
 def _modules_of(config: type, name: str) -> Iterator[str]:
     """The modules of a config that declares a field, and of its trainer."""
     for cls in config.__mro__:
-        if name in vars(cls).get("__annotations__", {}) and cls.__module__.startswith("trl."):
+        if name in inspect.get_annotations(cls) and cls.__module__.startswith("trl."):
             yield from (cls.__module__, cls.__module__.removesuffix("_config") + "_trainer")
 
 
@@ -103,7 +103,7 @@ def _compared(module: str) -> Mapping[str, frozenset[str]]:
             name = side.attr if isinstance(side, ast.Attribute) else getattr(side, "id", None)
             if name is not None:
                 found.setdefault(name, set()).update(text for other in sides for text in _strings(other))
-    return {name: frozenset(texts) for name, texts in found.items()}
+    return {name: frozenset(found_strings) for name, found_strings in found.items()}
 
 
 def _strings(node: ast.expr) -> Iterator[str]:

@@ -126,7 +126,7 @@ def recipe_path(name: str) -> Path:
         The file; a name that is neither is returned unchanged.
 
     Raises:
-        RecipeError: If several recipes have that name, or a name like that of a packaged recipe is no file's.
+        RecipeError: If several recipes have that name, or no file has it and a packaged recipe has a similar one.
     """
     path = Path(name)
     if os.path.exists(path):

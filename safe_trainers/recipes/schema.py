@@ -29,6 +29,8 @@ LIST, MAPPING = "array", "object"
 
 SINGLE = "x-single"
 """Marks a list for which a single value of its items' type may be written."""
+OWNER = "x-owner"
+"""Names the package that a key comes from: `trl`, `transformers` or `safe_trainers`."""
 VERSIONS = "x-versions"
 """Holds the versions of the packages that a file was made from."""
 
@@ -69,6 +71,7 @@ class Key:
         help: The description from its dataclass.
         entries: The known keys of its mapping, which may hold others; empty if none are known.
         examples: Strings with a meaning of their own, where any string is accepted.
+        owner: The package that it comes from.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Key:
     help: str = ""
     entries: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
+    owner: str = "safe_trainers"
 
     @classmethod
     def of(cls, name: str, content: Mapping[str, Any]) -> "Key":
@@ -111,16 +115,25 @@ class Key:
             fields,
             content.get("description", ""),
             tuple(content.get("properties", ())),
-            tuple(content.get("examples", ())),
+            tuple(choices if name in DTYPES else content.get("examples", ())),
+            content.get(OWNER, "safe_trainers"),
         )
 
     @property
     def accepted(self) -> str:
-        """A description of the accepted values."""
+        """A description of the accepted values, with at most 12 choices."""
+        return self.describe(12)
+
+    def describe(self, most: int | None = None) -> str:
+        """Describes the accepted values.
+
+        Args:
+            most: The number of choices to name; by default all of them.
+        """
         words = [IN_WORDS[kind] for kind in self.types if kind in IN_WORDS]
         if self.choices is not None:
-            shown = [choice for choice in self.choices[:12] if choice]
-            more = ["..."] if len(self.choices) > 12 else []
+            shown = [choice for choice in self.choices[:most] if choice]
+            more = ["..."] if most is not None and len(self.choices) > most else []
             others = [IN_WORDS[kind] for kind in self.types if kind in (BOOLEAN, INTEGER)]
             others += ["a list of them"] if self.item is not None else []
             others += ["the name of a kernel on the hub"] if self.name in OPEN else []

@@ -5,6 +5,7 @@ The same dataclasses feed the parser (`keys.recipe_classes`): after adding a key
 
 import dataclasses
 import enum
+import inspect
 import json
 import math
 import sys
@@ -32,6 +33,7 @@ from .schema import (
     NULL,
     NUMBER,
     OPEN,
+    OWNER,
     SINGLE,
     STRING,
     VERSIONS,
@@ -167,17 +169,18 @@ def _property(cls: type, field: Any, hint: _Hint) -> dict[str, Any]:
         choices = [default, *choices]
     kinds = [*hint.types, *(kind for kind in ALSO.get(name, ()) if kind not in hint.types)]
     items, length = ITEMS.get(name, hint.items), LENGTHS.get(name, hint.length)
-    texts = STRING in kinds or (items or {}).get("type") == STRING
+    has_strings = STRING in kinds or (items or {}).get("type") == STRING
     if name in ITEMS:  # their strings hold several words, which a rule checks
-        texts = False
-    made = property_of(name, kinds, choices if texts else [], items, length)
+        has_strings = False
+    made = property_of(name, kinds, choices if has_strings else [], items, length)
     if default is not None or NULL in kinds:
         made["default"] = default
     if entries_of(name):
         made["properties"] = {entry: {} for entry in entries_of(name)}
     if name in EXAMPLES:
         made["examples"] = list(EXAMPLES[name])
-    return made | _described(field.metadata.get("help", ""))
+    owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base)).__module__
+    return made | _described(field.metadata.get("help", "")) | {OWNER: owner.partition(".")[0]}
 
 
 def _launch_property(key: Key) -> dict[str, Any]:
