@@ -218,6 +218,12 @@ WARNINGS = index(
         "{fix}",
     ),
     Finding(
+        "infinite-rewards-ignored",
+        "TRL compares the rewards of a group, or of the batch, with one another. This release gives every completion "
+        "that is compared with an infinite reward the advantage 0, so that nothing is learned from it.",
+        "return None for a completion without a reward, which leaves out this completion alone",
+    ),
+    Finding(
         "plan-not-kept",
         "an engine, a callback or other code changed the dtype after the trainer was built.",
         "set the run's own precision in the config of the engine (accelerate, FSDP, DeepSpeed), or none at all",

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import PrecisionError, refuse
+from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..core.feature import Feature, Run
 from ..core.trl import BUFFER_METHOD, trl_bases
 from ..model.parts import unwrap
@@ -76,6 +76,8 @@ class MismatchMeter(Feature):
         self._slice: Mapping[str, Any] = {}  # the slice of the batch whose loss is computed
         self._has_rollouts = any(BUFFER_METHOD in vars(base) for base in trl_bases(type(run.trainer)))
         self._limits = limits_of(run.args)
+        self._in_batch = False  # whether a rollout batch is being made
+        self._infinite: Problem | None = None  # the refusal of its infinite rewards
         self._synced = True  # whether the sampler had the weights of the last batch's step
         self.on_train_begin()
 
@@ -121,8 +123,20 @@ class MismatchMeter(Feature):
             TRL's batch, or a copy of the mapping with `SAMPLER_KEY`.
 
         Raises:
-            PrecisionError: If an importance weight of TRL is not finite, which would make the loss NaN.
+            PrecisionError: If an importance weight of TRL is not finite, which would make the loss NaN, or an infinite
+                reward made an advantage infinite.
         """
+        self._in_batch, self._infinite = True, None
+        try:
+            batch = self._measured(call)
+        finally:
+            self._in_batch = False
+        if self._infinite is not None:
+            self._check_advantages(batch, self._infinite)
+        return batch
+
+    def _measured(self, call: Callable[[], Any]) -> Any:
+        """Makes a rollout batch, and measures it; see `around_batch`."""
         measures = self._measures()
         if not measures and not corrects_generate(self.run):
             return _with_finite_weights(call())
@@ -191,7 +205,7 @@ class MismatchMeter(Feature):
             its function returned None or NaN.
 
         Raises:
-            PrecisionError: If a reward is infinite, which would make all advantages of its group 0 or infinite.
+            PrecisionError: If a reward is infinite, and the advantages that follow from it will not be known.
         """
         rewards = call()
         if not isinstance(rewards, torch.Tensor) or rewards.dim() not in (1, 2):
@@ -201,12 +215,15 @@ class MismatchMeter(Feature):
         names = getattr(self.run.trainer, "reward_func_names", None) or ()
         names = list(names) if len(names) == columns.shape[1] else []
         infinite = columns.isinf()
-        if infinite.any():
+        if infinite.any() and getattr(self.run.trainer, "reward_clip_range", None) is None:  # else TRL clips them
             known = names or ["the reward functions"] * columns.shape[1]
             found = [(name, int(n)) for name, n in zip(known, infinite.sum(0).tolist(), strict=True) if n]
             given = ", ".join(f"{n} of {len(rewards)} rewards of {name} are infinite" for name, n in found)
-            raise PrecisionError([refuse("infinite-rewards", given, function=found[0][0])])
-        self._check_spread(columns)
+            self._infinite = refuse("infinite-rewards", given, function=found[0][0])
+            if not self._in_batch:
+                raise PrecisionError([self._infinite])
+        elif not infinite.any():
+            self._check_spread(columns)
         if self.run.settings.precision_metrics:
             missing = columns.isnan().cpu()
             counted = {"": missing.all(1)}
@@ -217,6 +234,16 @@ class MismatchMeter(Feature):
             for name, column in counted.items():  # one value per completion, so that TRL's mean weighs them equally
                 self.run.log_metric(f"{UNREWARDED}{name}", column.double().tolist())
         return rewards
+
+    def _check_advantages(self, batch: Any, refusal: Problem) -> None:
+        """Refuses a batch with an infinite reward, unless TRL gave its group, or the batch, no advantage at all."""
+        advantages = batch.get("advantages") if isinstance(batch, Mapping) else None
+        limit = torch.finfo(torch.float32).max  # by which TRL replaces infinity
+        sound = isinstance(advantages, torch.Tensor) and bool((advantages.abs() < limit).all())
+        everywhere = self.run.trainer.accelerator.gather(torch.tensor([sound], device=self.run.trainer.args.device))
+        if not bool(everywhere.all()):
+            raise PrecisionError([refusal])
+        self.run.warn_once(warn("infinite-rewards-ignored", refusal.what))
 
     def _check_spread(self, rewards: torch.Tensor) -> None:
         """Refuses rewards, (N, F), whose standard deviation overflows float32, if TRL divides by it."""

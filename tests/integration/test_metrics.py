@@ -4,15 +4,18 @@ import contextlib
 import importlib.util
 import logging
 import math
+import warnings
 from pathlib import Path
 
 import cells
 import pytest
 import torch
+import trl
 import vllm_stand_in
 from cells import Cell
 from datasets import Dataset
 from mismatch_reference import reference
+from packaging.version import Version
 from peft import LoraConfig
 from policing import reset_accelerate
 from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
@@ -682,20 +685,50 @@ def test_a_smaller_last_batch_of_an_evaluation_counts_by_its_completions(task):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
-@pytest.mark.parametrize("task", ["grpo", "rloo"])
-def test_an_infinite_reward_is_refused_where_stock_trains_on(task, value):
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [("rloo", {}), ("grpo", {"scale_rewards": "none"})],
+    ids=["rloo", "grpo without scaling"],
+)
+def test_an_infinite_reward_is_refused_where_stock_trains_on(task, settings, value):
     cell, broken = Cell("text", task, "fp32", None), rewards(value, {0})
     broken.__name__ = "length_ratio"
-    stock = cells.STOCK[task](**{**cells.arguments(cell, cells.PLAIN[task]), "reward_funcs": broken})
+    stock = cells.STOCK[task](**{**cells.arguments(cell, cells.PLAIN[task], **settings), "reward_funcs": broken})
     with contextlib.suppress(RuntimeError):  # RLOO's weights are gone after a step, which its next rollout meets
         stock.train()
     assert any(not math.isfinite(entry["reward"]) for entry in logged(stock))
     reset_accelerate()
-    safe = cells.SAFE[task](**{**cells.arguments(cell, cells.SAFE_CONFIG[task]), "reward_funcs": broken})
+    made = cells.arguments(cell, cells.SAFE_CONFIG[task], **settings)
+    safe = cells.SAFE[task](**{**made, "reward_funcs": broken})
     with pytest.raises(PrecisionError, match="infinite-rewards") as refused:
         safe.train()
     assert "1 of 4 rewards of length_ratio are infinite" in str(refused.value)
     assert "return a finite number from length_ratio" in str(refused.value)
+
+
+@pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="advantages are NaN in older releases")
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("task", "settings", "warned"),
+    [("grpo", {}, 1), ("rloo", {"reward_clip_range": (-5.0, 5.0)}, 0)],
+    ids=["a group without advantage", "clipped"],
+)
+def test_an_infinite_reward_that_stock_leaves_out_or_clips_trains_to_the_same_losses(task, settings, warned, value):
+    """The group of the first two completions has the advantage 0, and the other group learns."""
+    cell, filtering = Cell("text", task, "fp32", None), rewards(value, {0})
+    stock = cells.STOCK[task](**{**cells.arguments(cell, cells.PLAIN[task], **settings), "reward_funcs": filtering})
+    stock.train()
+    reset_accelerate()
+    made = cells.arguments(cell, cells.SAFE_CONFIG[task], **settings)
+    safe = cells.SAFE[task](**{**made, "reward_funcs": filtering})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        safe.train()
+    assert [(row["loss"], row["grad_norm"]) for row in logged(safe)] == [
+        (row["loss"], row["grad_norm"]) for row in logged(stock)
+    ]
+    assert all(row["grad_norm"] > 0 for row in logged(safe))
+    assert len([w for w in caught if "infinite-rewards-ignored" in str(w.message)]) == warned
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])

@@ -187,7 +187,7 @@ BAD = {
         {"use_vllm": True},
         "the trainer cannot be built: ImportError: vLLM is not available",
     ),
-    "misspelt tracker": ({"report_to": "wandbb"}, "the trainer cannot be built: ValueError: wandbb is not supported"),
+    "misspelt tracker": ({"report_to": "wandbb"}, "got 'wandbb'. Write: report_to: wandb"),
     "unknown rollout compute": (
         {"rollout_compute": "training_"},
         "rollout_compute must be one of training, stock, got 'training_'. Write: rollout_compute: training",
