@@ -13,18 +13,24 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def misfit(folder: Path, model: nn.Module) -> Problem | None:
-    """Refuses saved adapters whose tensors differ in name or shape from those of the model's adapters.
+    """Refuses saved adapters that differ from those of the model, and full weights in place of adapters or vice versa.
 
     Args:
         folder: A checkpoint.
         model: The model with its adapters.
 
     Returns:
-        The refusal, which names a tensor; `None` if all match, or if the model or the checkpoint has no adapters.
+        The refusal, which names a tensor; `None` if all match.
     """
-    configs = getattr(model, "peft_config", None)
+    configs, what = getattr(model, "peft_config", None), f"resume_from_checkpoint={str(folder)!r}"
     if not configs:
-        return None
+        if not (folder / CONFIG).is_file():
+            return None
+        fix = "set `use_peft=True` (or `peft_config`) as in that run, or pass the merged model to a new run"
+        return refuse("checkpoint-of-other-weights", what, saved="adapters", trained="all weights", fix=fix)
+    if not any(folder.rglob(CONFIG)) and any(folder.glob("model*.safetensors")):
+        fix = "drop `use_peft` (or `peft_config`), or pass the checkpoint as the model of a new run"
+        return refuse("checkpoint-of-other-weights", what, saved="all weights", trained="adapters", fix=fix)
     from peft import get_peft_model_state_dict
 
     for name in configs:
@@ -40,7 +46,7 @@ def misfit(folder: Path, model: nn.Module) -> Problem | None:
         if absent or differing or not live.keys() & saved.keys():
             key = sorted(differing or absent or saved or live)[0]
             detail = f"{key} is {saved.get(key, 'absent')} in the file and {live.get(key, 'absent')} in this run"
-            return refuse("adapter-does-not-fit", f"resume_from_checkpoint={str(folder)!r}", detail=detail)
+            return refuse("adapter-does-not-fit", what, detail=detail)
     return None
 
 

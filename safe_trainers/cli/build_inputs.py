@@ -86,6 +86,11 @@ def _load_dataset(recipe: Any) -> Any:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         which = "of the mixture" if recipe.mixture.datasets else script.dataset_name
         raise RecipeError(f"dataset {which} cannot be loaded: {shorten(str(cause), 300)}") from error
+    except RuntimeError as error:  # raised for a loading script, which datasets 4 does not run
+        raise RecipeError(
+            f"dataset {script.dataset_name} cannot be loaded: {shorten(str(error), 300)}. Write: dataset_name: the "
+            "folder, file or repository with its rows as JSON lines, CSV or Parquet"
+        ) from error
 
 
 def _with_columns(recipe: Any, dataset: Any) -> Any:

@@ -4,7 +4,9 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = 6
+LARGEST, SMALLEST = 1e300, 1e-300
+"""Larger values are left out; on logarithmic axes, smaller ones too. matplotlib computes powers beyond them."""
 FORMATS = (".pdf", ".png", ".svg")
 FILES = ("log.jsonl", "log.json", "trainer_state.json")
 """Names of logs, the first one first: `log.jsonl` grows while a run trains, `log.json` is written at its end."""
@@ -80,6 +84,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except OSError as error:
         raise RecipeError(f"--output {output} cannot be written: {error.strerror}") from None
     print(f"plot {output}")
+    note = not_finite(log)
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
     return 0
 
 
@@ -161,7 +168,29 @@ def why_not(log: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns why a run cannot be plotted; `None` if it can."""
     if find_spec("matplotlib") is None:
         return 'pip install "safe-trainers[plots]"'
-    return None if _points(log, "loss") else "the run ended before its first log; lower logging_steps"
+    if not any("loss" in entry for entry in log):
+        return "the run ended before its first log; lower logging_steps"
+    return None if any(map(partial(_points, log), (*LOSSES, *_learned(log), *MISMATCH, SCALE))) else not_finite(log)
+
+
+def not_finite(log: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns how many values of the loss are left out of the plot, because they are not finite; `None` for none.
+
+    Args:
+        log: `trainer.state.log_history`.
+    """
+    values = [_number(entry["loss"]) for entry in log if "loss" in entry]
+    out = sum(value is None or not _drawable(value) for value in values)
+    nan = sum(value is not None and math.isnan(value) for value in values)
+    if not out:
+        return None
+    large = f"{out - nan} above {LARGEST:g} or infinite"
+    return f"the loss of {out} of {len(values)} logs cannot be drawn: {nan} NaN, {large}"
+
+
+def _drawable(value: float) -> bool:
+    """Whether a value is finite, and so small that the arithmetic of axes does not overflow."""
+    return abs(value) <= LARGEST
 
 
 def plot_run(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path | None:
@@ -211,7 +240,8 @@ def _panels(log: Sequence[Mapping[str, Any]]) -> list[tuple[float, Callable[["Ax
     if learned:
         spread = _spread(log) if "reward" in learned else []
         panels.append((2.2, lambda axes: _draw_learned(axes, learned, spread)))
-    panels.append((1.6, lambda axes: _draw(axes, losses, "loss")))
+    missing = "" if losses else str(not_finite(log))
+    panels.append((1.6, lambda axes: _draw(axes, losses, "loss", missing=missing)))
     if scale:
         panels.append((1.4, lambda axes: _draw_scale(axes, scale, skips)))
     if mismatch:
@@ -237,10 +267,10 @@ def _lines(log: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[s
 
 
 def _points(log: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """Returns the logged values of a key; an empty list if none of them is finite."""
+    """Returns the logged values of a key; an empty list if none of them can be drawn."""
     found = [(entry.get("step"), _number(entry.get(key))) for entry in log if key in entry]
     points = [(float(step), value) for step, value in found if isinstance(step, (int, float)) and value is not None]
-    return points if any(math.isfinite(value) for _, value in points) else []
+    return points if any(_drawable(value) for _, value in points) else []
 
 
 def _number(value: Any) -> float | None:
@@ -263,18 +293,27 @@ def _spread(log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]
     """Returns step, reward minus and reward plus its standard deviation, for entries that have both."""
     spread = dict(_points(log, "reward_std"))
     return [
-        (step, mean - spread[step], mean + spread[step]) for step, mean in _points(log, "reward") if step in spread
+        (step, mean - spread[step], mean + spread[step])
+        for step, mean in _points(log, "reward")
+        if step in spread and _drawable(mean) and _drawable(spread[step])
     ]
 
 
-def _draw(axes: "Axes", lines: Mapping[str, Points], label: str, *, logarithmic: bool = False) -> None:
-    positive = [value for points in lines.values() for _, value in points if 0 < value < math.inf]
+def _draw(
+    axes: "Axes", lines: Mapping[str, Points], label: str, *, logarithmic: bool = False, missing: str = ""
+) -> None:
+    if missing:
+        axes.text(0.02, 0.5, missing, transform=axes.transAxes, fontsize=9)
+    positive = [value for points in lines.values() for _, value in points if SMALLEST <= value <= LARGEST]
     logarithmic = logarithmic and bool(positive)  # a run in float32 may be exactly 0 throughout
     for index, (name, points) in enumerate(lines.items()):
         marker = "o" if len(points) <= 25 else ""
         axes.plot(
             [step for step, _ in points],
-            [value if math.isfinite(value) and (value > 0 or not logarithmic) else math.nan for _, value in points],
+            [
+                value if _drawable(value) and (value >= SMALLEST or not logarithmic) else math.nan
+                for _, value in points
+            ],
             color=COLOURS[index % len(COLOURS)],
             linestyle=DASHES[index % len(DASHES)],
             marker=marker,
@@ -301,6 +340,7 @@ def _draw_learned(axes: "Axes", lines: Mapping[str, Points], spread: list[tuple[
 
 
 def _draw_scale(axes: "Axes", points: Points, skips: Sequence[float]) -> None:
+    points = [(step, value if _drawable(value) else math.nan) for step, value in points]
     axes.plot(*zip(*points, strict=True), color=COLOURS[0], linewidth=1.5, drawstyle="steps-post", label="loss scale")
     axes.set_yscale("log", base=2)
     axes.set_ylabel("loss scale")

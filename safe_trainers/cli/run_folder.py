@@ -5,16 +5,20 @@ Nothing here imports torch.
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 import shlex
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from safetensors import SafetensorError
+
 from ..checkpoint.folder import MARKER, checkpoints_in, choose_checkpoint
-from ..core.errors import CheckpointError, RecipeError, refuse
+from ..core.errors import CheckpointError, RecipeError, SafeTrainersError, refuse
 from ..core.files import read_json
 from ..recipes.identity import differences, identity
 from ..recipes.validate import Checked
@@ -24,6 +28,7 @@ from .plot import FILES
 
 LOCK = "_run.lock"
 """Name of the file that a run locks. The hub client does not upload names with a leading underscore."""
+_NO_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def folder_of(checked: Checked) -> Path:
@@ -93,6 +98,53 @@ def _unused(folder: Path) -> Path:
     while (found := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
     return found
+
+
+@contextlib.contextmanager
+def explain_full_disk(folder: Path) -> Iterator[None]:
+    """Replaces an error inside the `with` block by one line if the disk is full.
+
+    torch and safetensors raise errors of their own, without the number of the system's error, so that a small file is
+    written to find out.
+
+    Args:
+        folder: The output folder of the run.
+
+    Raises:
+        RecipeError: If the disk is full, a quota is used up, or files must not be so large.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        why = _disk_error(error) or _refused_write(folder)
+        if why is None or isinstance(error, SafeTrainersError):
+            raise
+        found = next((checkpoint.path for checkpoint in checkpoints_in(folder) if checkpoint.complete), None)
+        resume = "" if found is None else f"; {found} is complete, and --resume continues from it"
+        raise RecipeError(
+            f"output_dir {folder} cannot be written: {why}. Free space, write: save_total_limit: 2, or another "
+            f"--output_dir{resume}"
+        ) from error
+
+
+def _disk_error(error: BaseException | None) -> str | None:
+    """The system's description of an error for want of space, in a chain of exceptions."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return os.strerror(error.errno)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _refused_write(folder: Path) -> str | None:
+    """The system's description of why a file of 1 MiB cannot be written for want of space."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**20))
+            file.flush()
+    except OSError as error:
+        return _disk_error(error)
+    return None
 
 
 def choose_start(checked: Checked, accept_changes: bool = False) -> Checked:

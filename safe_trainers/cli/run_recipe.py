@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import shlex
 import signal
 import tempfile
@@ -61,12 +62,13 @@ def run_recipe(
     """
     from ..recipes.identity import identity
     from .progress import LOG, LogFile, show_progress
+    from .run_folder import explain_full_disk
     from .signals import StopSignals
     from .stop import StopAtStep
 
     console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
     arguments = recipe.training
-    with StopSignals() as signals:
+    with explain_full_disk(Path(arguments.output_dir)), StopSignals() as signals:
         trainer, held_out = build(recipe, console, trainer_class)
         run = RunResult(trainer, Path(arguments.output_dir))
         score = _score(recipe, trainer, held_out)
@@ -216,7 +218,10 @@ def _remove_on_failure(output_dir: Path) -> Iterator[None]:
     Raises:
         RecipeError: If TRL, transformers or PEFT raise an error; the message is theirs.
     """
+    from safetensors import SafetensorError
+
     from ..checkpoint.folder import remove
+    from ..report.stored_weights import PICKLED
     from .run_folder import LOCK
 
     missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]  # innermost first
@@ -231,9 +236,17 @@ def _remove_on_failure(output_dir: Path) -> Iterator[None]:
             for folder in missing:
                 if folder.is_dir() and not any(folder.iterdir()):  # another run may have written to it meanwhile
                     folder.rmdir()
-        upstream = isinstance(error, (ValueError, TypeError, ImportError, OSError, LookupError, AttributeError))
+        if isinstance(error, pickle.UnpicklingError):
+            raise RecipeError(
+                f"the trainer cannot be built: a weight file cannot be read: {PICKLED}. Save the model in the "
+                "safetensors format, with the release that wrote the file"
+            ) from error
+        upstream = isinstance(
+            error, (ValueError, TypeError, ImportError, OSError, LookupError, AttributeError, SafetensorError)
+        )
         if upstream and not isinstance(error, SafeTrainersError):
-            raise RecipeError(f"the trainer cannot be built: {type(error).__name__}: {error}") from error
+            why = " ".join(str(error).split())
+            raise RecipeError(f"the trainer cannot be built: {type(error).__name__}: {why}") from error
         raise
 
 

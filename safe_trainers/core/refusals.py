@@ -279,6 +279,11 @@ REFUSALS = index(
         "use the settings of that run, or write `--accept-changes` to resume with the new ones",
     ),
     Finding(
+        "checkpoint-of-other-weights",
+        "the checkpoint contains {saved}, and this run trains {trained}.",
+        "{fix}",
+    ),
+    Finding(
         "checkpoint-damaged",
         "the checkpoint is damaged: {faults}. Loading it would fail half-way, or continue with an incomplete state.",
         "{fix}",

@@ -16,7 +16,16 @@ from ..policy.resolve import ModelFacts, Requested, resolve
 from ..weights.bitsandbytes_loading import asked_quantization, checkpoint_config
 from .document import Cell, Report, Table
 from .run_report import FILE, GROUPS, TITLE
-from .stored_weights import Part, floating, namer, read_plain, read_weights, stored_parts, weight_files
+from .stored_weights import (
+    Part,
+    floating,
+    load_problems,
+    namer,
+    read_plain,
+    read_weights,
+    stored_parts,
+    weight_files,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -78,6 +87,7 @@ def report_on_folder(folder: Path) -> Report:
         verdicts += found
     parts, found = stored_weights(described)
     verdicts += found
+    loading = [] if found else _loading(described, checkpoint)
     more, unread = _weight_facts(described, parts)
     facts |= more
     if parts:
@@ -100,9 +110,9 @@ def report_on_folder(folder: Path) -> Report:
             facts["report of the run"] = str(report.facts.get("phase"))
             tables += [Table(f"{t.title} of the run", t.columns, t.rows) for t in report.tables if t.title == GROUPS]
             verdicts += [verdict for verdict in report.verdicts if verdict.level in ("warning", "error")]
-    verdicts += unread
+    verdicts += [*unread, *(problem for problem in loading if problem.level != "ok")]
     if not verdicts:
-        verdicts.append(Problem("all files can be read", level="ok"))
+        verdicts += loading or [Problem("the headers of all files can be read", level="ok")]
     return Report(TITLE, str(folder), facts, tuple(tables), tuple(verdicts))
 
 
@@ -142,6 +152,17 @@ def report_on_hub(name: str) -> Report:
     facts = {"weight elements": sum(p.elements for p in parts), "weight bytes": sum(p.bytes for p in parts)}
     tables = (stored_table(parts), _precisions(parts, asked_quantization(name, None)))
     return Report(TITLE, name, facts, tables, (Problem("read from the headers on the hub", level="ok"),))
+
+
+def _loading(folder: Path, checkpoint: Checkpoint | None) -> list[Problem]:
+    """Returns whether the weights of a folder can be loaded; nothing for adapters and for weights of an engine."""
+    files = weight_files(folder)
+    if files and not (folder / ADAPTER_CONFIG).is_file() and (folder / "config.json").is_file():
+        return load_problems(folder)
+    engine = any(folder.glob("global_step*")) or any(folder.glob("pytorch_model_fsdp*"))
+    if files or engine or (checkpoint is not None and checkpoint.faults):  # the faults name missing weights
+        return []
+    return [Problem("there are no weights in this folder, so that no model can be loaded from it")]
 
 
 def _is_checkpoint(folder: Path) -> bool:

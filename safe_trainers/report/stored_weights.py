@@ -13,6 +13,8 @@ from typing import Any
 
 from ..checkpoint.integrity import Stored, safetensors_header
 from ..core.dtypes import SHORT
+from ..core.errors import Fix, Problem
+from ..core.files import read_json
 from ..model.parts import HEADS
 
 
@@ -24,6 +26,8 @@ _STATISTICS = re.compile(
 """Statistics of packed weights, which bitsandbytes names after the weight (4 bits) or after the layer (8 bits)."""
 _PATTERNS = ("model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 ADAPTER, WEIGHTS = "adapter", "weights"
+PICKLED = "it contains more than tensors, and unpickling it may run code"
+"""What is wrong with a file of `torch.save` that `weights_only=True` refuses."""
 
 
 @dataclass
@@ -96,7 +100,9 @@ def read_plain(path: Path) -> Any:
 
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path.name} cannot be read: {PICKLED}") from error
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
         why = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path.name} cannot be read: {why}") from error
 
@@ -172,6 +178,64 @@ def namer(folder: Path | None, config: Any = None) -> Callable[[str], str]:
         return next((parts[component] for component in name.split(".") if component in parts), text)
 
     return part
+
+
+def load_problems(folder: Path) -> list[Problem]:
+    """Loads a stored model as transformers does, but onto the meta device, which reads no tensors.
+
+    Args:
+        folder: The folder of a model with weights and `config.json`.
+
+    Returns:
+        What prevents or changes loading; a note if it was not tried; a verdict of level `"ok"` if it works.
+    """
+    import transformers
+    from safetensors import SafetensorError
+    from transformers.utils import logging as upstream_logging
+
+    release = f"transformers {transformers.__version__}"
+    try:
+        config = read_json(folder / "config.json")
+    except ValueError:
+        return []  # reported with the facts of the config
+    name = next(iter(config.get("architectures") or [""]), "")
+    family = getattr(transformers, str(name), None)
+    untried = "custom code" if "auto_map" in config else "packed weights" if "quantization_config" in config else None
+    if untried is not None or not name:
+        why = "the config names no class" if not name else f"the model has {untried}"
+        return [Problem("the headers of all files can be read, but loading was not tried", why, level="note")]
+    if family is None:
+        saved = config.get("transformers_version")
+        other = saved not in (None, transformers.__version__)
+        fix = Fix(f"install the release that saved it: transformers {saved}") if other else None
+        return [Problem(f"{release} has no class {name}, so that the model cannot be loaded", fix=fix)]
+    verbosity, bars = upstream_logging.get_verbosity(), upstream_logging.is_progress_bar_enabled()
+    upstream_logging.set_verbosity(upstream_logging.CRITICAL)
+    upstream_logging.disable_progress_bar()
+    try:
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _, info = family.from_pretrained(
+            folder, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
+        )
+    except (
+        OSError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, ImportError, SafetensorError
+    ) as error:  # fmt: skip
+        return [Problem(f"{release} cannot load it: {type(error).__name__}: {' '.join(str(error).split())}")]
+    finally:
+        upstream_logging.set_verbosity(verbosity)
+        if bars:
+            upstream_logging.enable_progress_bar()
+    problems = []
+    mismatched, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
+    if mismatched:
+        key, *shapes = mismatched[0]
+        shown = " and ".join(str(list(shape)) for shape in shapes)
+        text = f"{len(mismatched)} tensors have other shapes in the files than in the model, such as {key}: {shown}"
+        problems.append(Problem(text))
+    if missing:
+        text = f"{len(missing)} tensors of the model are not in the files, such as {missing[0]}"
+        problems.append(Problem(text, "transformers fills them with random numbers", level="warning"))
+    return problems or [Problem(f"all files can be read, and {release} can load them as {name}", level="ok")]
 
 
 def _on_meta(folder: Path | None, config: Any) -> Any:

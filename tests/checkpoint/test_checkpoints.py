@@ -416,9 +416,9 @@ def test_one_checkpoint_is_kept_and_the_arguments_are_saved_as_they_are(tmp_path
 def test_the_older_checkpoint_is_there_until_the_marker_is(tmp_path, monkeypatch):
     seen = []
 
-    def finishing(folder: Path, step: int, fault: str | None) -> None:
+    def finishing(folder: Path, *arguments: object) -> None:
         seen.append([c.path.name for c in checkpoints_in(folder.parent) if c.complete])
-        finish_checkpoint(folder, step, fault)
+        finish_checkpoint(folder, *arguments)
 
     monkeypatch.setattr(checkpoints, "finish_checkpoint", finishing)
     trainer(tmp_path, 3, save_total_limit=1).train()

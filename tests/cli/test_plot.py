@@ -188,6 +188,45 @@ def test_what_cannot_be_drawn_is_one_clear_error(given, said, tmp_path, monkeypa
     assert not list(tmp_path.rglob("*.p[gn][gn]"))
 
 
+HUGE, NAN, INF = 1e308, float("nan"), float("inf")
+
+
+def log_of(*values):
+    keys = ("loss", "reward", "precision/logp_mismatch_mean", "precision/logp_mismatch_max", "precision/loss_scale")
+    return [
+        {"step": step, **dict.fromkeys(keys, value), "reward_std": abs(value)} for step, value in enumerate(values, 1)
+    ]
+
+
+@pytest.mark.parametrize(("values", "counted"), [
+    ([NAN, NAN], "2 NaN, 0 above 1e+300 or infinite"),
+    ([HUGE, -HUGE, NAN], "1 NaN, 2 above 1e+300 or infinite"),
+    ([INF], "0 NaN, 1 above 1e+300 or infinite"),
+])  # fmt: skip
+def test_a_log_without_a_value_to_draw_says_why(values, counted, tmp_path, capsys):
+    folder = write(tmp_path / "run", log_of(*values))
+    assert main(["plot", str(folder)]) == 2
+    said = f"the loss of {len(values)} of {len(values)} logs cannot be drawn: {counted}"
+    assert capsys.readouterr().err == f"error: {folder}/log.json cannot be plotted: {said}\n"
+
+
+def test_values_that_cannot_be_drawn_are_left_out_and_counted(tmp_path, capsys, drawn):
+    folder = write(tmp_path / "run", log_of(1.0, HUGE, NAN, 2.0, 5e-324))
+    assert main(["plot", str(folder)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "note: the loss of 2 of 5 logs cannot be drawn: 1 NaN, 1 above 1e+300 or infinite\n"
+    (line,) = panels(drawn[0])["loss"].lines
+    assert [value for value in line.get_ydata() if value == value] == [1.0, 2.0, 5e-324]
+
+
+def test_a_loss_that_is_nan_throughout_is_said_in_its_panel(tmp_path, drawn):
+    log = [{**entry, "loss": NAN} for entry in GRPO]
+    assert plot.plot_run(log, tmp_path / "plot.png", "a run") is not None
+    (text,) = panels(drawn[0])["loss"].texts
+    assert text.get_text() == "the loss of 10 of 10 logs cannot be drawn: 10 NaN, 0 above 1e+300 or infinite"
+    assert "reward" in " ".join(panels(drawn[0])["mean per step"].get_legend_handles_labels()[1])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_place_that_cannot_be_written(tmp_path, capsys):
     folder = write(tmp_path / "run", GRPO)

@@ -96,6 +96,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "no-complete-checkpoint",
         "checkpoint-damaged",
         "checkpoint-of-another-recipe",
+        "checkpoint-of-other-weights",
         "save-dtype-overflows",
         "nothing-to-merge",
         "adapter-cannot-be-merged",

@@ -1,6 +1,7 @@
 """`safe-trainers report` and `compare`: models, checkpoints, recipes and saved reports, read from their files."""
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from cells import Cell
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 from safe_trainers import RecipeError, tiny
@@ -125,6 +126,44 @@ def test_torchs_own_files(tmp_path):
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
     assert report_on(str(folder)).tables == before.tables
+
+
+def change(config, **values):
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+
+
+DAMAGES = [
+    (lambda folder: None, "ok", "can load them as LlamaForCausalLM"),
+    (lambda folder: change(folder / "config.json", architectures=["NoSuchForCausalLM"]), "error",
+     "has no class NoSuchForCausalLM, so that the model cannot be loaded"),
+    (lambda folder: change(folder / "config.json", model_type="no_such"), "error", "cannot load it: ValueError: "),
+    (lambda folder: change(folder / "config.json", hidden_size=128), "error",
+     "12 tensors have other shapes in the files than in the model, such as lm_head.weight: [420, 64] and [420, 128]"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "error", "there are no weights in this folder"),
+    (lambda folder: os.truncate(folder / "model.safetensors", 2000), "error", "model.safetensors is truncated"),
+    (lambda folder: keep_first(folder / "model.safetensors", 3), "warning", "9 tensors of the model are not in the"),
+    (lambda folder: change(folder / "config.json", auto_map={"AutoModel": "code.Model"}), "note", "custom code"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "level", "said"), DAMAGES)
+def test_a_model_that_cannot_be_loaded_is_not_said_to_be_readable(damage, level, said, tmp_path):
+    folder = tiny.save("text", tmp_path / "model")
+    damage(folder)
+    verdicts = report_on(str(folder)).verdicts
+    assert [verdict.level for verdict in verdicts] == [level]
+    assert said in verdicts[0].text
+
+
+def keep_first(file, count):
+    save_file(dict(list(load_file(file).items())[:count]), file, metadata={"format": "pt"})
+
+
+def test_a_checkpoint_without_weights_and_without_a_marker_is_an_error(tmp_path):
+    folder = tiny.save("text", tmp_path / "checkpoint-3")
+    (folder / "trainer_state.json").write_text('{"global_step": 3, "log_history": []}')
+    (folder / "model.safetensors").unlink()
+    assert [verdict.level for verdict in report_on(str(folder)).verdicts] == ["note", "error"]
 
 
 def test_a_config_that_says_something_else(tmp_path):
