@@ -208,7 +208,8 @@ def weights_of(live):
 
 
 def files(folder):
-    return sorted(entry.name for entry in Path(folder).iterdir())
+    """The names in a folder, without the report that safe adds to those of stock."""
+    return sorted(entry.name for entry in Path(folder).iterdir() if entry.name != "precision_report.json")
 
 
 # --- one class name swapped ------------------------------------------------------------------------------------------
