@@ -20,7 +20,7 @@ from torch import nn
 
 from ..core.feature import Feature, Run
 from ..core.patches import replace
-from ..model.parts import FEATURE_METHODS, find_parts, is_quantized
+from ..model.parts import FEATURE_METHODS, find_parts
 from ..model.trial_forward import undisturbed
 from ..policy.settings import ALWAYS, OFF
 from .caster import MEDIA_KEYS
@@ -203,7 +203,7 @@ def find_repeats(arguments: Mapping[str, Any], key: str) -> Repeats | None:
         The images; `None` if no two are equal, or if it is not known which entries belong to an image.
     """
     media = arguments[key]
-    if not isinstance(media, torch.Tensor) or media.ndim < 2 or media.shape[0] < 2 or is_quantized(media):
+    if not isinstance(media, torch.Tensor) or media.ndim < 2 or media.shape[0] < 2:
         return None
     others = {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor) and name != key and v.ndim}
     nested = (value for value in arguments.values() if isinstance(value, (list, tuple)))
