@@ -7,7 +7,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import argcomplete
@@ -42,20 +42,18 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def complete(names: argparse.ArgumentParser) -> None:
+def complete(build_parser: Callable[..., argparse.ArgumentParser], commands: Mapping[str, bool]) -> None:
     """Prints the completions of the command line in the environment, and exits.
 
     Args:
-        names: A parser with the names of the commands.
+        build_parser: Builds the parser, with the options of a command if its name is passed.
+        commands: Whether a command takes keys of recipes, by name.
     """
-    from .main import COMMANDS, build_parser
-
     words = _words()
-    chosen = next((word for word in words[1:] if word in COMMANDS), None)
-    parser = names
+    chosen = next((word for word in words[1:] if word in commands), None)
+    parser = build_parser(chosen)
     if chosen is not None:
-        parser = build_parser(chosen)
-        _add_completers(parser, chosen, COMMANDS[chosen].takes_recipe_keys, words)
+        _add_completers(parser, chosen, commands[chosen])
     argcomplete.autocomplete(parser, always_complete_options="long")
 
 
@@ -68,7 +66,7 @@ def _words() -> list[str]:
         return line.split()
 
 
-def _add_completers(parser: argparse.ArgumentParser, chosen: str, takes_keys: bool, words: Sequence[str]) -> None:
+def _add_completers(parser: argparse.ArgumentParser, chosen: str, takes_keys: bool) -> None:
     """Adds what completes the arguments of a command: files, packaged names, and the keys of a task as options."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     command: argparse.ArgumentParser = commands.choices[chosen]

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if COMPLETING in os.environ:
         from .completion import complete
 
-        complete(build_parser())  # prints the completions, and exits
+        complete(build_parser, {name: command.takes_recipe_keys for name, command in COMMANDS.items()})  # and exits
     given = list(sys.argv[1:] if argv is None else argv)
     chosen = next((arg for arg in given if not arg.startswith("-")), None)
     command = COMMANDS.get(chosen or "")
