@@ -128,7 +128,7 @@ def explain_full_disk(folder: Path) -> Iterator[None]:
 
 
 def _disk_error(error: BaseException | None) -> str | None:
-    """The system's description of an error for want of space, in a chain of exceptions."""
+    """The system's description of an error because of too little space, in a chain of exceptions."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             return os.strerror(error.errno)
@@ -137,7 +137,7 @@ def _disk_error(error: BaseException | None) -> str | None:
 
 
 def _refused_write(folder: Path) -> str | None:
-    """The system's description of why a file of 1 MiB cannot be written for want of space."""
+    """The system's description of why there is no space for a file of 1 MiB."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**20))

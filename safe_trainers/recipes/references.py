@@ -39,6 +39,15 @@ NAMES = ("run_name", "project", "hub_model_id")
 """Keys from which trackers and the hub make names of folders."""
 
 
+TRACKERS = {
+    "mlflow": ("mlflow",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
+"""Packages of which a tracker needs one."""
+
+
 def reference_problems(settings: Settings) -> Iterator[Problem]:
     """What cannot be found, and what would be written in the wrong place.
 
@@ -58,6 +67,8 @@ def reference_problems(settings: Settings) -> Iterator[Problem]:
         yield from _rewards(settings)
     if settings.sound("output_dir", "resume_from_checkpoint"):
         yield from _output(settings)
+    if settings.sound("report_to"):
+        yield from _trackers(settings)
     yield from _inside(settings)
     yield from _trust(settings)
 
@@ -276,6 +287,17 @@ def _trust(settings: Settings) -> Iterator[Problem]:
     if (settings.sets("hub_token") and settings["hub_token"]) or any(held.get("token") for held in inner.values()):
         what = "a token is a secret, and recipes are shared: leave it out, and log in"
         yield settings.error(("hub_token", *INIT_KWARGS), what, run_command("hf auth login"))
+
+
+def _trackers(settings: Settings) -> Iterator[Problem]:
+    """A tracker whose package is not installed, with which transformers fails when the trainer is built."""
+    asked = settings.usable("report_to")
+    for name in asked if isinstance(asked, list) else [asked]:
+        packages = TRACKERS.get(str(name), ())
+        if packages and not any(importlib.util.find_spec(package) for package in packages):
+            install = f'"safe-trainers[{name}]"' if name == "trackio" else packages[0]
+            what = f"report_to: {name} needs the package {packages[0]}, which is not installed"
+            yield settings.error("report_to", what, Fix(f"run `pip install {install}`, or write `report_to='none'`"))
 
 
 def _registered(name: str, for_run: bool) -> tuple[Problem, ...]:

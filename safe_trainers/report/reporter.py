@@ -18,6 +18,7 @@ from .document import Report
 from .render import console, show, show_summary, to_json, to_markdown
 from .run_report import FILE as REPORT_FILE
 from .run_report import Seen, confirm, contradictions, count, gradient_dtypes, make_report, plan, summarize
+from .trackers import log_to_trackers
 
 
 logger = logging.getLogger(__name__)
@@ -126,8 +127,10 @@ class Reporter(Feature):
         if mode != FILE and self.run.args.log_level in ("error", "critical"):
             return
         self._write(report)
+        file = Path(self.run.args.output_dir, REPORT_FILE)
+        if report is self.confirmed:  # trackers have ended when a report without a step is shown
+            log_to_trackers(report, file, self.run.trainer)
         if mode == LOG:
-            file = Path(self.run.args.output_dir, REPORT_FILE)
             show_summary(
                 summarize(report), console(stderr=True, width=width), f"{file}; precision_report=full prints it"
             )

@@ -60,7 +60,9 @@ def test_a_loading_script_is_one_line(capsys):
 def test_a_checkpoint_of_another_kind_of_training_is_one_line(first, second, said, capsys):
     assert main([*COMMAND, *first]) == 0
     assert "use_peft" in error_of(capsys, *second, "--resume")  # the recipes differ
-    assert said in error_of(capsys, *second, "--resume", "--accept-changes")
+    refused = error_of(capsys, *second, "--resume", "--accept-changes")
+    assert said in refused
+    assert "[checkpoint-of-other-weights]" in refused
     assert said in error_of(capsys, *second, "--resume", "out/checkpoint-1", "--accept-changes")
 
 

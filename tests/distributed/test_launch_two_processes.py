@@ -51,7 +51,7 @@ def test_a_wrong_recipe_is_one_message(launch, tmp_path):
     done = launch("--num_processes", "2", "--learning_rte", "1")
     assert done.returncode == 2
     assert done.stderr.count("there is no key 'learning_rte'; did you mean 'learning_rate'?") == 1
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.startswith("reading recipe recipe.yaml\nerror: ")
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
