@@ -81,6 +81,11 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _lock(file: BinaryIO, folder: Path) -> None:
     try:
+        import fcntl
+    except ImportError:  # Windows
+        show_phase(f"note: output_dir {folder} is not locked on this system; a second run would not be noticed")
+        return
+    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
