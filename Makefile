@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler every-family evidence docs compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler every-family evidence docs compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,12 +87,16 @@ bench: setup ## compare time, memory and bytes of media with stock TRL, by size 
 bench-check: setup ## measure the cost again; fails if a ratio is outside the committed range
 	@$(BIN)/python benchmarks/cost.py --check
 
-bench-matrix: setup ## compare with stock TRL by family, trainer, precision and kind: docs/evidence.md (5 to 20 minutes)
+bench-matrix: setup ## compare with stock TRL by family, trainer, precision and kind: docs/evidence.md and docs/matrix.md (5 to 20 minutes)
 	@$(BIN)/python benchmarks/matrix.py
 	@$(BIN)/python tools/build_docs.py
 
 bench-mismatch: setup ## measure the mismatch of sampler and trainer by dtype and length: docs/mismatch.md (10 minutes)
 	@$(BIN)/python benchmarks/mismatch.py
+	@$(BIN)/python tools/build_docs.py
+
+bench-metrics: setup ## train healthily and with planted faults, and record every metric: docs/metric_runs.md (6 minutes)
+	@$(BIN)/python benchmarks/metric_runs.py
 	@$(BIN)/python tools/build_docs.py
 
 bench-tiny: setup ## run the embedded recipes and their controls: docs/tiny_task.md (15 minutes)
@@ -102,7 +106,7 @@ bench-growth: setup ## measure time and memory up to 1e5 tensors and 1e3 images:
 	@$(BIN)/python benchmarks/growth.py
 	@$(BIN)/python tools/build_docs.py
 
-bench-not-finite: setup ## put NaN and infinity into runs of stock and safe trainers: docs/evidence.md (10 minutes)
+bench-not-finite: setup ## put NaN and infinity into runs of stock and safe trainers: docs/matrix.md (10 minutes)
 	@$(BIN)/python benchmarks/not_finite.py
 	@$(BIN)/python tools/build_docs.py
 
@@ -114,13 +118,13 @@ bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by 
 	@$(VLLM)/bin/python benchmarks/sampler.py
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
-bench-all: bench-matrix bench bench-mismatch bench-tiny bench-growth bench-trainers bench-not-finite evidence ## run all benchmarks and write their pages
+bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite evidence ## run all benchmarks and write their pages
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py
 	@$(BIN)/python tools/build_docs.py
 
-evidence: setup ## write docs/evidence.md and its figures from the committed results
+evidence: setup ## write the pages of results and their figures from the committed results
 	@$(BIN)/python tools/build_docs.py
 
 docs: setup ## write the generated pages and build the site; any warning is an error

@@ -9,7 +9,12 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
+import build_docs
+import config_page
+import fragments
 import pytest
+import record_messages
+import refusals_page
 
 import safe_trainers
 from safe_trainers import REFUSALS, WARNINGS
@@ -20,12 +25,6 @@ from safe_trainers.policy.settings import PrecisionSettings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-sys.path.append(str(ROOT / "tools"))
-import build_docs
-import config_page
-import fragments
-import record_messages
-import refusals_page
 
 
 PAGES = [
@@ -36,9 +35,9 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
 ]
 REFERENCE = {
-    "api", "architecture", "changelog", "cli", "config", "contributing", "cost_tables", "engines", "errors", "families",
-    "growth", "matrix", "metric_runs", "metrics", "mismatch", "recipes", "refusals", "sampler", "tiny_task", "trainers",
-    "versions",
+    "api", "architecture", "changelog", "cli", "config", "contributing", "cost_tables", "engines",
+    "errors", "families", "growth", "matrix", "metric_runs", "metrics", "mismatch", "recipes",
+    "refusals", "sampler", "tiny_task", "trainers", "versions",
 }  # fmt: skip
 """Pages that are looked things up in; all others are read."""
 READ = [page for page in DOCS.glob("*.md") if page.stem not in REFERENCE]
@@ -123,8 +122,7 @@ def test_links_between_the_pages_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_link_is_a_link_and_has_a_title(page):
     text = re.sub(r"`[^`]*`", "", prose(page))
-    bare = [url for url in re.findall(r"(?<!\]\()(?<!<)https?://\S+", text) if page.name != "CHANGELOG.md"]
-    assert bare == []
+    assert re.findall(r"(?<!\]\()(?<!<)https?://\S+\.\S+", text) == []
     assert re.findall(r"\[[^\]]*\.md\]\((?!CONTRIBUTING|CHANGELOG)[^)]*\)", text) == []
 
 
@@ -217,7 +215,9 @@ def test_a_refusal_has_a_recorded_message_that_its_template_makes(finding):
     made_by = [own[finding] for own in (REFUSALS, WARNINGS) if finding in own]
     for part in ("why", "fix"):
         patterns = [refusals_page.fixed_parts(getattr(one, part)) for one in made_by]
-        assert any(re.fullmatch(pattern, message[part], re.S) for pattern in patterns), part
+        # A fix that is only code is printed without its backticks.
+        texts = (message[part], f"`{message[part]}`")
+        assert any(re.fullmatch(pattern, text, re.S) for pattern in patterns for text in texts), part
     path, _, name = message["test"].partition("[")[0].partition("::")
     assert f"def {name.split('::')[-1]}(" in (ROOT / path).read_text()
 
@@ -345,7 +345,7 @@ def site(tmp_path_factory):
     command = [sys.executable, "-W", "ignore", "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(folder)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    assert "WARNING" not in built.stderr.replace("WARNING torchao", "")
+    assert ": WARNING:" not in built.stderr
     return folder
 
 

@@ -36,22 +36,38 @@ SHORT = [
     *("--per_device_train_batch_size", "8", "--logging_steps", "1", "--progress", "false", "--output_dir", "short"),
 ]
 DRIVER = """
-import contextlib, io, json, sys
-blocks = json.load(open(sys.argv[1]))
-names, printed = {"__name__": "page"}, []
-for line, code in blocks:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile("\\n" * line + code, "page.md", "exec"), names)
-    printed.append(out.getvalue())
-json.dump(printed, open(sys.argv[2], "w"))
-"""
-COMMAND_DRIVER = """
-import json, sys
+import contextlib, io, json, os, pathlib, sys, traceback
+from accelerate.state import AcceleratorState
 from safe_trainers.cli.main import main
-for line in json.load(open(sys.argv[1])):
-    status = main(line)
-    assert status == 0, (status, line)
+
+def python(blocks):
+    names, printed = {"__name__": "page"}, []
+    for line, code in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile("\\n" * line + code, "page.md", "exec"), names)
+        printed.append(out.getvalue())
+    return printed
+
+def console(lines):
+    with contextlib.redirect_stdout(io.StringIO()):
+        for line in lines:
+            status = main(line)
+            assert status == 0, (status, line)
+    return []
+
+found = {}
+for number, (kind, page, content) in enumerate(json.load(open("work.json"))):
+    empty = pathlib.Path(f"empty-{number}").absolute()
+    empty.mkdir()
+    AcceleratorState._reset_state(True)  # as in a process of its own
+    try:
+        with contextlib.chdir(empty):
+            found[f"{kind} {page}"] = {"printed": {"python": python, "console": console}[kind](content)}
+    except BaseException:
+        found[f"{kind} {page}"] = {"error": traceback.format_exc()[-2000:]}
+json.dump(found, open("found.json", "w"))
 """
+"""Runs the blocks of each page in an empty folder."""
 
 
 def commands(page):
@@ -89,21 +105,6 @@ def wheel(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def run(wheel, tmp_path):
-    """Runs a program of Python in an empty folder, with the wheel."""
-
-    def start(code, *arguments):
-        environment = {**os.environ, "PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-        empty = tmp_path / "empty"
-        empty.mkdir()
-        done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=empty, env=environment,
-                              capture_output=True, text=True, check=False)  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    return start
-
-
 def blocks_of(page):
     """The blocks of Python of a page: their lines, their code, and the output that the page shows for each."""
     text = page.read_text()
@@ -111,13 +112,30 @@ def blocks_of(page):
     return [(text[: match.start(1)].count("\n"), match[1], match[2]) for match in found]
 
 
+@pytest.fixture(scope="session")
+def ran(wheel, tmp_path_factory):
+    """What became of each page, in one process of the installed wheel, away from the checkout."""
+    folder = tmp_path_factory.mktemp("pages")
+    work = [("python", name_of(page), [block[:2] for block in blocks_of(page)]) for page in PYTHON]
+    for page in SHELL:
+        lines = [shlex.split(line)[1:] for line in commands(page) if line.startswith("safe-trainers ")]
+        short = [[*line, *SHORT] if COMMANDS[line[0]].takes_recipe_keys else line for line in lines]
+        work.append(("console", name_of(page), short))
+    (folder / "work.json").write_text(json.dumps(work))
+    environment = {**os.environ, "PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=environment, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)
-def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(page, run, tmp_path):
-    blocks = blocks_of(page)
+def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(page, ran):
+    blocks, result = blocks_of(page), ran[f"python {name_of(page)}"]
     assert len(blocks) == page.read_text().count("\n```python\n")
-    (tmp_path / "blocks.json").write_text(json.dumps([block[:2] for block in blocks]))
-    run(DRIVER, tmp_path / "blocks.json", tmp_path / "printed.json")
-    for (line, _, shown), printed in zip(blocks, json.loads((tmp_path / "printed.json").read_text()), strict=True):
+    assert "error" not in result, result["error"]
+    for (line, _, shown), printed in zip(blocks, result["printed"], strict=True):
         if shown is not None:
             assert printed.strip() == shown.strip(), f"{page.name}:{line}"
 
@@ -174,12 +192,11 @@ def test_a_command_can_be_pasted(page):
             assert arguments == [".venv/bin/activate"]  # which `make setup` creates
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", SHELL, ids=name_of)
-def test_the_commands_of_a_page_work_one_after_the_other(page, run, tmp_path):
-    lines = [shlex.split(line)[1:] for line in commands(page) if line.startswith("safe-trainers ")]
-    short = [[*line, *SHORT] if COMMANDS[line[0]].takes_recipe_keys else line for line in lines]
-    (tmp_path / "lines.json").write_text(json.dumps(short))
-    run(COMMAND_DRIVER, tmp_path / "lines.json")
+def test_the_commands_of_a_page_work_one_after_the_other(page, ran):
+    result = ran[f"console {name_of(page)}"]
+    assert "error" not in result, result["error"]
 
 
 def test_console_blocks_are_labelled():

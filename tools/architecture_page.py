@@ -78,7 +78,8 @@ def draw(path: Path) -> None:
     for name, (x, y) in place.items():
         lines.append(
             f'<rect x="{x - box / 2:.0f}" y="{y - 14:.0f}" width="{box}" height="28" rx="4" fill="#0072b222" '
-            f'stroke="#56b4e9"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" fill="currentColor">{name}</text>'
+            f'stroke="#56b4e9"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" '
+            f'fill="currentColor">{name}</text>'
         )
     path.write_text("\n".join([*lines, "</svg>", ""]), encoding="utf-8")
 

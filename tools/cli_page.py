@@ -50,7 +50,8 @@ def cli_page() -> str:
         "```",
         "",
         *_options(next(iter(TASKS))),
-        "Every key of a recipe is also an option, which overrides the file. [Recipes](recipes.md), [keys](datasets.md).",
+        "Every key of a recipe is also an option, which overrides the file. [Recipes](recipes.md), "
+        "[keys](datasets.md).",
         "",
     ]
     for name, command in COMMANDS.items():

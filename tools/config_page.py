@@ -26,17 +26,21 @@ CHANGES = {
     "sync_lost_limit": "no: only a warning",
     "adapter_sync": "rounding of the sampler's weights",
     "media_trial": "no, unless the model needs casts to compute",
+    "share_media_features": "no with `identical`; `always` skips the measurement",
+    "keep_frozen_casts": "no",
     "precision_metrics": "no",
     "precision_report": "no",
     "save_dtype": "only saved weights",
 }
 """Whether a setting changes a loss, a gradient or a weight. A test compares the names with the settings."""
 PAGES = {
-    "precision": "hardware", "rollout_compute": "rollouts", "adapter_dtype": "lora", "upcast_trainables": "fp16",
-    "fp32_modules": "fp16", "loss_scale_init": "fp16", "loss_scale_growth_interval": "fp16",
-    "loss_scale_growth_factor": "fp16", "loss_scale_backoff_factor": "fp16", "max_consecutive_skips": "fp16",
-    "overflow_probe_steps": "fp16", "rollout_correction": "rollouts", "old_logps": "rollouts", "sync_lost_limit": "vllm",
-    "adapter_sync": "vllm", "media_trial": "media", "precision_metrics": "metrics", "precision_report": "how-it-works",
+    "precision": "hardware", "rollout_compute": "rollouts", "adapter_dtype": "lora",
+    "upcast_trainables": "fp16", "fp32_modules": "fp16", "loss_scale_init": "fp16",
+    "loss_scale_growth_interval": "fp16", "loss_scale_growth_factor": "fp16",
+    "loss_scale_backoff_factor": "fp16", "max_consecutive_skips": "fp16", "overflow_probe_steps": "fp16",
+    "rollout_correction": "rollouts", "old_logps": "rollouts", "sync_lost_limit": "vllm",
+    "adapter_sync": "vllm", "media_trial": "media", "share_media_features": "media",
+    "keep_frozen_casts": "cost", "precision_metrics": "metrics", "precision_report": "how-it-works",
     "save_dtype": "checkpoints",
 }  # fmt: skip
 """The page about each setting."""
@@ -71,13 +75,16 @@ def config_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every Safe config (`SafeGRPOConfig`, `SafeSFTConfig`, ...) is TRL's config with these fields. They are keys of recipes",
-        "and options of the training commands too. `PrecisionArguments` adds them to [your own config](new-algorithm.md).",
+        "Every Safe config (`SafeGRPOConfig`, `SafeSFTConfig`, ...) is TRL's config with these fields. They are "
+        "keys of recipes",
+        "and options of the training commands too. `PrecisionArguments` adds them to [your own "
+        "config](new-algorithm.md).",
         "",
         "| field | default | changes numbers? |",
         "|---|---|---|",
         *(
-            f"| [`{one.name}`](#{one.name.replace('_', '-')}) | {_default(one.default)} | {CHANGES.get(one.name, '')} |"
+            f"| [`{one.name}`](#{one.name.replace('_', '-')}) | {_default(one.default)} | "
+            f"{CHANGES.get(one.name, '')} |"
             for one in fields(PrecisionSettings)
         ),
         "",
@@ -93,21 +100,26 @@ def config_page() -> str:
     lines += [
         "## Dtypes",
         "",
-        'A dtype is written `"fp32"`, `"float32"`, `"torch.float32"`, the same for bf16 (`"bfloat16"`) and fp16 (`"float16"`),',
+        'A dtype is written `"fp32"`, `"float32"`, `"torch.float32"`, the same for bf16 (`"bfloat16"`) and fp16 '
+        '(`"float16"`),',
         'or as a `torch.dtype`; `"auto"` where the setting accepts it. Anything else raises an error.',
         "",
         "## Flags of TRL's configs",
         "",
-        "`bf16=True` and `fp16=True` work as in TRL. With a plain TRL config that sets neither, TRL enables `bf16`, and fails on",
-        "machines without it. A flag that contradicts `precision` is refused, with the flag to remove. Weights that contradict",
-        "`precision` are refused too. Under `bf16=True` or `fp16=True` alone, weights in the other half-precision format cause a",
+        "`bf16=True` and `fp16=True` work as in TRL. With a plain TRL config that sets neither, TRL enables `bf16`, "
+        "and fails on",
+        "machines without it. A flag that contradicts `precision` is refused, with the flag to remove. Weights that "
+        "contradict",
+        "`precision` are refused too. Under `bf16=True` or `fp16=True` alone, weights in the other half-precision "
+        "format cause a",
         "warning; frozen weights that would crash are cast, and trained weights that would crash are refused.",
         "",
         "`model.to(torch.bfloat16)` also rounds the rotary frequencies; you get the warning",
         "[`rotary-frequencies-in-half`](refusals.md#rotary-frequencies-in-half). Load the model in its dtype with",
         "`from_pretrained(..., dtype=...)`.",
         "",
-        "With a plain TRL config the loss scaler keeps torch's growth interval of 2,000 steps, which is longer than many RL runs.",
+        "With a plain TRL config the loss scaler keeps torch's growth interval of 2,000 steps, which is longer than "
+        "many RL runs.",
         "",
         "*Made from `safe_trainers/policy/settings.py` by `make docs`.*",
     ]

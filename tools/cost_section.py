@@ -70,14 +70,18 @@ def page() -> str:
             [
                 "# Cost",
                 "",
-                f"A step takes {min(steps):.2f} to {max(steps):.2f} times the CPU time of stock TRL on toy models, whose steps take",
-                f"9 to 35 ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, {min(more['grpo']):.1f} to",
-                f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest sizes measured the ratio is",
+                f"A step takes {min(steps):.2f} to {max(steps):.2f} times the CPU time of stock TRL on toy models, "
+                "whose steps take",
+                f"9 to 35 ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, "
+                f"{min(more['grpo']):.1f} to",
+                f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest sizes "
+                "measured the ratio is",
                 f"{min(large):.2f} to {max(large):.2f}. Buffered images and audio take {max(media):.1f} of the bytes.",
                 "",
                 *figures.embed(
                     "cost.svg",
-                    "The ratio of safe-trainers over stock TRL approaches 1 as a run grows. Upper row: CPU time of a step, with the "
+                    "The ratio of safe-trainers over stock TRL approaches 1 as a run grows. Upper row: CPU time of "
+                    "a step, with the "
                     "range of the measurements. Lower row: peak tensor memory and bytes of buffered media.",
                     described="Ratios of time, memory and bytes by size, in six series.",
                 ),
@@ -90,7 +94,8 @@ def page() -> str:
                 f"{max(without):.2f} | `precision_metrics=False` |",
                 '| sampling under autocast | almost nothing | `rollout_compute="stock"` |',
                 "| casts at boundaries and of media, detection of skipped steps | the rest | – |",
-                f"| construction | {min(map(median, built)):.2f} to {max(map(median, built)):.2f} of stock, about 0.01 ms for each "
+                f"| construction | {min(map(median, built)):.2f} to {max(map(median, built)):.2f} of stock, about "
+                "0.01 ms for each "
                 "tensor | – |",
                 f"| import | {median(parts['import']['two trainers']['time']):.2f} of stock | – |",
                 "| trial with one sample image at construction | 0.1 to 0.3 s here | `media_trial=False` |",
@@ -101,13 +106,16 @@ def page() -> str:
                 "",
                 "## How it grows",
                 "",
-                "The package's own work was measured up to 100,000 tensors and 1,000 images. Nothing grows faster than linearly: the",
-                f"largest exponent is {steepest:.2f}. [Growth](growth.md) has each part; a model of 7 billion parameters with LoRA has",
+                "The package's own work was measured up to 100,000 tensors and 1,000 images. Nothing grows faster "
+                "than linearly: the",
+                f"largest exponent is {steepest:.2f}. [Growth](growth.md) has each part; a model of 7 billion "
+                "parameters with LoRA has",
                 "about 700 tensors.",
                 "",
                 "[All tables](cost_tables.md). GPUs were not measured.",
                 "",
-                "*Made from `benchmarks/results/cost.json` and `growth.json` by `make docs`; `make bench-check` measures again and fails",
+                "*Made from `benchmarks/results/cost.json` and `growth.json` by `make docs`; `make bench-check` "
+                "measures again and fails",
                 "outside the committed range.*",
             ]
         )
@@ -123,10 +131,14 @@ def tables_page() -> str:
     lines = [
         "# Cost, all measurements",
         "",
-        "Figures are ratios of safe over stock: the median of several comparisons, with the smallest and the largest. Times are CPU",
-        "times of one thread. For steps, both trainers run in turns in one process, and a comparison is the median over the pairs",
-        "of steps; the additional time per step is given in milliseconds. For constructions, it is the fastest of five each. Bytes",
-        "are exact. Both sides use bfloat16 weights, `bf16=True`, TRL's plain config and all metrics. The medians of single steps",
+        "Figures are ratios of safe over stock: the median of several comparisons, with the smallest and the "
+        "largest. Times are CPU",
+        "times of one thread. For steps, both trainers run in turns in one process, and a comparison is the median "
+        "over the pairs",
+        "of steps; the additional time per step is given in milliseconds. For constructions, it is the fastest of "
+        "five each. Bytes",
+        "are exact. Both sides use bfloat16 weights, `bf16=True`, TRL's plain config and all metrics. The medians "
+        "of single steps",
         "do not include the optimizer metrics, which take 0.7 ms in every fifth step, and a log, which takes 0.4 ms.",
         "",
         "## By trainer",
@@ -142,7 +154,8 @@ def tables_page() -> str:
         *(line for name, points in parts["growth"].items() for line in (*_table(points, name), "")),
         "## Weight sync, import, whole processes",
         "",
-        "Before TRL sends the weights of a model with adapters to vLLM, it merges and unmerges the adapters in place; the safe",
+        "Before TRL sends the weights of a model with adapters to vLLM, it merges and unmerges the adapters in "
+        "place; the safe",
         "trainers merge copies. The model has two bfloat16 blocks with seven adapted layers each.",
         "",
         *_table(
@@ -150,7 +163,8 @@ def tables_page() -> str:
         ),
         "",
         *_metrics(),
-        f"*Made from `benchmarks/results/cost.json`, which `make bench` writes, by `make docs`. `{measured['command']}`",
+        "*Made from `benchmarks/results/cost.json`, which `make bench` writes, by `make docs`. "
+        f"`{measured['command']}`",
         f"({minutes:.0f} minutes); {versions}; {measured['machine']}.*",
     ]
     return "\n".join(lines) + "\n"

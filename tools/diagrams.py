@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import record_messages
@@ -41,7 +42,8 @@ def _text(
     lines = words.split("\n")
     top = y - (len(lines) - 1) * size * 0.6
     return [
-        f'<text x="{x:.0f}" y="{top + index * size * 1.2 + size * 0.35:.0f}" font-size="{size}" font-weight="{weight}" '
+        f'<text x="{x:.0f}" y="{top + index * size * 1.2 + size * 0.35:.0f}" font-size="{size}" '
+        f'font-weight="{weight}" '
         f'text-anchor="{anchor}" fill="currentColor">{line}</text>'
         for index, line in enumerate(lines)
     ]
@@ -51,7 +53,8 @@ def _box(
     x: float, y: float, width: float, height: float, words: str, colour: str = "currentColor", fill: str = "none"
 ) -> list[str]:
     return [
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{fill}" stroke="{colour}" '
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{fill}" '
+        f'stroke="{colour}" '
         'stroke-width="1.5"/>',
         *_text(x + width / 2, y + height / 2, words),
     ]
@@ -60,7 +63,8 @@ def _box(
 def _arrow(x1: float, y1: float, x2: float, y2: float, name: str, *, dashed: bool = False) -> str:
     dash = ' stroke-dasharray="5 4"' if dashed else ""
     return (
-        f'<line x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" stroke="currentColor" stroke-width="1.5"{dash} '
+        f'<line x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" stroke="currentColor" '
+        f'stroke-width="1.5"{dash} '
         f'marker-end="url(#{name}-tip)"/>'
     )
 
@@ -69,7 +73,8 @@ def _page(name: str, width: int, height: int, lines: list[str]) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
-            f'<defs><marker id="{name}-tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            f'<defs><marker id="{name}-tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto">'
             '<path d="M0 0 8 4 0 8z" fill="currentColor"/></marker></defs>',
             *lines,
             "</svg>",
@@ -81,7 +86,8 @@ def _page(name: str, width: int, height: int, lines: list[str]) -> str:
 def _number(x: float, y: float, number: int) -> list[str]:
     return [
         f'<circle cx="{x:.0f}" cy="{y:.0f}" r="11" fill="{BLUE}"/>',
-        f'<text x="{x:.0f}" y="{y + 4.5:.0f}" font-size="13" font-weight="bold" text-anchor="middle" fill="#fff">{number}</text>',
+        f'<text x="{x:.0f}" y="{y + 4.5:.0f}" font-size="13" font-weight="bold" text-anchor="middle" '
+        f'fill="#fff">{number}</text>',
     ]
 
 
@@ -99,7 +105,7 @@ def casts() -> str:
     for x, width, words, fill in boxes:
         lines += _box(x, top, width, high, words, fill=fill)
     ends = [(x, x + width) for x, width, *_ in boxes]
-    for (_, right), (left, _) in zip(ends, ends[1:], strict=False):
+    for (_, right), (left, _) in pairwise(ends):
         lines.append(_arrow(right + 2, top + high / 2, left - 3, top + high / 2, "casts"))
     lines += _number(138, top + 10, 1) + _text(138, top - 24, "media cast\nto bfloat16")
     lines += _number(230, top - 2, 2) + _text(230, top - 24, "layer inputs")

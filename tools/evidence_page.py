@@ -92,9 +92,12 @@ def page() -> str:
         "",
         fragments.measured(),
         "",
-        f"Of {len(rows)} combinations, stock TRL trains {stock['trained']} correctly, crashes in {stock['crashed']}, and",
-        f"trains something else in {stock['wrong']} without a message. safe-trainers trains {safe['trained']} and refuses",
-        f"{safe['refused']}, all of which stock TRL cannot train either; each trains after the fix that the error prints.",
+        f"Of {len(rows)} combinations, stock TRL trains {stock['trained']} correctly, crashes in "
+        f"{stock['crashed']}, and",
+        f"trains something else in {stock['wrong']} without a message. safe-trainers trains {safe['trained']} and "
+        "refuses",
+        f"{safe['refused']}, all of which stock TRL cannot train either; each trains after the fix that the error "
+        "prints.",
         "",
         *figures.embed(
             "matrix.svg",
@@ -106,9 +109,12 @@ def page() -> str:
         "",
         "## What was run",
         "",
-        f"{len({row['family'] for row in rows})} model families, with a tiny model of each. The combinations contain every pair",
-        "of values of: trainer (GRPO, RLOO, SFT, Reward), dtype of the weights, precision flag, full fine-tuning, LoRA or",
-        "4-bit LoRA, and a reference model or none. Each trains for two steps, with the stock and the safe trainer and",
+        f"{len({row['family'] for row in rows})} model families, with a tiny model of each. The combinations "
+        "contain every pair",
+        "of values of: trainer (GRPO, RLOO, SFT, Reward), dtype of the weights, precision flag, full fine-tuning, "
+        "LoRA or",
+        "4-bit LoRA, and a reference model or none. Each trains for two steps, with the stock and the safe trainer "
+        "and",
         "TRL's plain config. `fp16=True` uses autocast and a loss scaler that rejects what CUDA's scaler rejects.",
         "",
         "- **Trains correctly**: both steps, without a fault.",
@@ -133,9 +139,12 @@ def page() -> str:
         "",
         "| question | stock TRL | safe-trainers | details |",
         "|---|---|---|---|",
-        f"| Does every multimodal family of transformers train? {len(trained)} combinations of {len(families)} families, SFT | "
-        f"{of_families['stock']['trained']} train | {of_families['safe']['trained']} train | [families](families.md) |",
-        f"| NaN or infinity is put into {len(nan)} runs: how many end as if trained? | {silent['stock']} | {silent['safe']} | "
+        f"| Does every multimodal family of transformers train? {len(trained)} combinations of {len(families)} "
+        "families, SFT | "
+        f"{of_families['stock']['trained']} train | {of_families['safe']['trained']} train | "
+        "[families](families.md) |",
+        f"| NaN or infinity is put into {len(nan)} runs: how many end as if trained? | {silent['stock']} | "
+        f"{silent['safe']} | "
         "[matrix](matrix.md#nan-and-infinity) |",
         "| Does every trainer of TRL work? | – | stable and experimental | [trainers](trainers.md) |",
         "| Does a model still learn? | crashes on the same recipe | held-out score 0.25 to 1.0 in three precisions | "
@@ -145,7 +154,8 @@ def page() -> str:
         "",
         "## What was not measured",
         "",
-        "GPUs, several processes in the matrix, and models of more than about ten million parameters: [limits](limits.md).",
+        "GPUs, several processes in the matrix, and models of more than about ten million parameters: "
+        "[limits](limits.md).",
         "Combinations that TRL cannot train in any precision are not included.",
         "",
         f"*Made from `benchmarks/results/` by `make docs`; `make bench-all` measures again. `{heading['command']}`;",
@@ -167,8 +177,10 @@ def matrix_page() -> str:
     lines = [
         "# The comparison in full",
         "",
-        "Errors and faults of stock TRL, and refusals of the safe trainers, by combination of model, trainer and precision.",
-        "[Evidence](evidence.md) has the summary and the method. `nocast` is a family of this project whose vision tower does",
+        "Errors and faults of stock TRL, and refusals of the safe trainers, by combination of model, trainer and "
+        "precision.",
+        "[Evidence](evidence.md) has the summary and the method. `nocast` is a family of this project whose vision "
+        "tower does",
         "not cast its inputs, like many models with remote code.",
         "",
         "## Where stock crashes",
@@ -200,9 +212,11 @@ def matrix_page() -> str:
         "",
         *(f"- {name}, {task}: {why}" for name, spec in unable for task, why in spec.not_in_stock.items()),
         "",
-        "Nothing on this page was measured on CUDA or other devices, with vLLM (a stand-in receives the weights), or with",
+        "Nothing on this page was measured on CUDA or other devices, with vLLM (a stand-in receives the weights), "
+        "or with",
         "models of more than about ten million parameters. The matrix does not contain several processes",
-        "([engines](engines.md)), other versions ([versions](versions.md)), and combinations beyond the pairwise selection",
+        "([engines](engines.md)), other versions ([versions](versions.md)), and combinations beyond the pairwise "
+        "selection",
         "(`python benchmarks/matrix.py --all`). Processors that need torchvision are replaced as listed in",
         "`benchmarks/families/specs.py`.",
         "",
@@ -246,7 +260,7 @@ def draw(file: Path) -> None:
             axes.set_yticks([y + 0.5 for y in range(len(families))], families)
             axes.tick_params(length=0)
             axes.spines[:].set_visible(False)
-            for group, (flag, words) in enumerate(FLAGS.items()):
+            for group, words in enumerate(FLAGS.values()):
                 middle = 3 * group + 1.5
                 axes.annotate(
                     "",

@@ -1,4 +1,6 @@
-"""Figures of the pages: SVG that is part of the page, so that its letters follow light and dark themes and are selectable."""
+"""Figures of the pages: SVG that is part of the page, so that its letters follow light and dark themes and are "
+"selectable.
+"""
 
 import re
 from collections.abc import Callable

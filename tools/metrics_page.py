@@ -1,4 +1,6 @@
-"""Writes the page of metrics and its figure, from `safe_trainers/explain/metrics.toml` and the benchmark of planted faults."""
+"""Writes the page of metrics and its figure, from `safe_trainers/explain/metrics.toml` and the benchmark of "
+"planted faults.
+"""
 
 from pathlib import Path
 from statistics import median
@@ -16,36 +18,42 @@ SECTIONS = {
     "rollout": ("Rewards and weight syncs", "rollout"),
 }
 NOTES = {
-    "optimizer": """A step whose gradients are not finite is skipped. `loss_scale` is logged if the loss is scaled, the two counts also if a
-step was skipped. They count from the start of the run, including resumed parts. The others cover the steps since the last
-log, and are absent without data.
+    "optimizer": """A step whose gradients are not finite is skipped. `loss_scale` is logged if the loss is scaled, the
+two counts also if a step was skipped. They count from the start of the run, including resumed
+parts. The others cover the steps since the last log, and are absent without data.
 
-The sample has about 4,096 elements, at least 8 of each parameter, and does not change. Each element is weighted by the share
-of its parameter that it represents. It is read every fifth step that is taken with a learning rate above 0. Embeddings do not
-count for `grad_zero_frac`, because the rows of absent tokens have no gradient in any precision.
+The sample has about 4,096 elements, at least 8 of each parameter, and does not change. Each element
+is weighted by the share of its parameter that it represents. It is read every fifth step that is
+taken with a learning rate above 0. Embeddings do not count for `grad_zero_frac`, because the rows
+of absent tokens have no gradient in any precision.
 
-With fused AdamW (the default) accelerate cannot tell that a step was skipped, and advances the schedule anyway
-([accelerate#4242](https://github.com/huggingface/accelerate/issues/4242)). The trainers watch the loss scale instead.
+With fused AdamW (the default) accelerate cannot tell that a step was skipped, and advances the
+schedule anyway ([accelerate#4242](https://github.com/huggingface/accelerate/issues/4242)). The
+trainers watch the loss scale instead.
 
-All metrics are of the whole run: with sharded weights they are summed over ranks. DeepSpeed does not expose gradients, so
-`grad_zero_frac`, `update_lost_frac` and `stalled_params` are absent there.""",
-    "mismatch": """D = log p_trainer(token) - log p_sampler(token), in nats, for every completion token except padding and the results of tools.
-Both are computed from `logits / temperature`. With vLLM, log p_sampler is the value that vLLM returns, which includes top-k,
-top-p, min-p and penalties. S is the sum of D over a sequence, and w = exp(S).
+All metrics are of the whole run: with sharded weights they are summed over ranks. DeepSpeed does
+not expose gradients, so `grad_zero_frac`, `update_lost_frac` and `stalled_params` are absent there.""",
+    "mismatch": """D = log p_trainer(token) - log p_sampler(token), in nats, for every completion token except padding
+and the results of tools. Both are computed from `logits / temperature`. With vLLM, log p_sampler is
+the value that vLLM returns, which includes top-k, top-p, min-p and penalties. S is the sum of D
+over a sequence, and w = exp(S).
 
-The sampler's log-probabilities are recorded while `generate` samples, or are those that vLLM returns. The trainer's are the
-old log-probabilities, if TRL computes them, and otherwise those of the first loss of each slice. No extra forward pass is run.
-p_now is the probability in a loss.
+The sampler's log-probabilities are recorded while `generate` samples, or are those that vLLM
+returns. The trainer's are the old log-probabilities, if TRL computes them, and otherwise those of
+the first loss of each slice. No extra forward pass is run. p_now is the probability in a loss.
 
-eps is the spacing of the run's compute dtype at 1 (2^-7 for bfloat16, 2^-10 for float16). A log-probability is a difference of
-logits of about its own size, and each logit is rounded by up to half the spacing at that size. `logp_mismatch_ulp` is
-therefore about the same for bfloat16 and float16.
+eps is the spacing of the run's compute dtype at 1 (2^-7 for bfloat16, 2^-10 for float16). A
+log-probability is a difference of logits of about its own size, and each logit is rounded by up to
+half the spacing at that size. `logp_mismatch_ulp` is therefore about the same for bfloat16 and
+float16.
 
-Every mean is taken in float64 over all tokens (or sequences) of all ranks and micro-batches since the last log. D, and S
-before `exp`, are clamped to [-300, 300]. `is_masked_frac` follows TRL's masking: a token whose log p_sampler is NaN has
-weight 1; if its log p_sampler is minus infinity, its weight and that of its sequence are infinite.""",
-    "rollout": """A reward function that returns None or NaN gives no reward. TRL 1 gives a completion without any reward no advantage; older
-releases count its reward as 0. If one of several functions gives no reward, the completion's reward is the sum of the others.""",
+Every mean is taken in float64 over all tokens (or sequences) of all ranks and micro-batches since
+the last log. D, and S before `exp`, are clamped to [-300, 300]. `is_masked_frac` follows TRL's
+masking: a token whose log p_sampler is NaN has weight 1; if its log p_sampler is minus infinity,
+its weight and that of its sequence are infinite.""",
+    "rollout": """A reward function that returns None or NaN gives no reward. TRL 1 gives a completion without any
+reward no advantage; older releases count its reward as 0. If one of several functions gives no
+reward, the completion's reward is the sum of the others.""",
 }
 SHOWN = {
     "logp_mismatch_ulp": ("bf16", "another temperature", "log"),
@@ -84,8 +92,10 @@ def metrics_page() -> str:
         "",
         *figures.embed(
             "metrics.svg",
-            "Healthy runs (blue, circles) stay below the limits (dashed); runs with a planted fault (orange, squares) pass "
-            "them within a few steps. From left: the sampler divides by another temperature; activations overflow float16 "
+            "Healthy runs (blue, circles) stay below the limits (dashed); runs with a planted fault (orange, "
+            "squares) pass "
+            "them within a few steps. From left: the sampler divides by another temperature; activations overflow "
+            "float16 "
             "from step 8 on; bfloat16 adapters at a learning rate of 1e-6.",
             described="Three metrics over the steps of a healthy and of an unhealthy run.",
         ),
@@ -100,8 +110,10 @@ def metrics_page() -> str:
             if metric.section == section:
                 lines += _entry(metric, found)
     lines += [
-        f"*The limits are checked against {len(found)} runs of {measured['steps']} steps, healthy and with planted faults, of a",
-        f"model with {measured['model']}: [measurements](metric_runs.md). Made from `safe_trainers/explain/metrics.toml` by",
+        f"*The limits are checked against {len(found)} runs of {measured['steps']} steps, healthy and with planted "
+        "faults, of a",
+        f"model with {measured['model']}: [measurements](metric_runs.md). Made from "
+        "`safe_trainers/explain/metrics.toml` by",
         "`make docs`.*",
     ]
     return "\n".join(lines) + "\n"
@@ -141,7 +153,8 @@ def metric_runs_page() -> str:
         "# Metrics of healthy and unhealthy runs",
         "",
         f"A model with {measured['model']} was trained with `SafeGRPOTrainer` for {measured['steps']} steps,",
-        f"with completions of {measured['tokens']} tokens: healthy, and with one planted fault each. The table has the median of",
+        f"with completions of {measured['tokens']} tokens: healthy, and with one planted fault each. The table has "
+        "the median of",
         "the last half of each run; for counts and the loss scale the last value.",
         "",
         "## Planted faults",
@@ -170,7 +183,8 @@ def metric_runs_page() -> str:
         lines.append(f"| `{metric.name}` | {span} | {limit} | {'; '.join(faults) or '–'} |")
     lines += [
         "",
-        "The limit of `skipped_steps` is a share of all steps. `sync_lost_frac` is measured on weights that were merged for a",
+        "The limit of `skipped_steps` is a share of all steps. `sync_lost_frac` is measured on weights that were "
+        "merged for a",
         "bfloat16 engine; no engine ran.",
         "",
         f"*Made from `benchmarks/results/metric_runs.json` by `make docs`. `{measured['command']}`; {versions};",

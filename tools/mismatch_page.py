@@ -1,4 +1,6 @@
-"""Writes the page of the mismatch of sampler and trainer by dtype, and its figure, from `benchmarks/results/mismatch.json`."""
+"""Writes the page of the mismatch of sampler and trainer by dtype, and its figure, from "
+"`benchmarks/results/mismatch.json`.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -55,14 +57,17 @@ def mismatch_page() -> str:
         [
             "# Mismatch of sampler and trainer by dtype",
             "",
-            f"With fp16 on both sides, the log-probabilities of sampler and trainer are {min(both):.1f} to {max(both):.1f} times",
+            f"With fp16 on both sides, the log-probabilities of sampler and trainer are {min(both):.1f} to "
+            f"{max(both):.1f} times",
             f"nearer than with bf16 on both sides. fp16 in the trainer alone does not help: {min(single):.2f} to",
             f"{max(single):.2f} times. [Metrics](metrics.md) has the formulas.",
             "",
             *figures.embed(
                 "mismatch.svg",
-                "fp16 on both sides (green) is eight times nearer than bf16 (blue), at every length; fp16 in the trainer alone "
-                "(red) is no nearer than bf16. With fp32 on both sides the mismatch is four orders of magnitude smaller.",
+                "fp16 on both sides (green) is eight times nearer than bf16 (blue), at every length; fp16 in the "
+                "trainer alone "
+                "(red) is not nearer than bf16. With fp32 on both sides the mismatch is four orders of magnitude "
+                "smaller.",
                 described="Mean mismatch, sequence log-ratio and effective sample size by number of tokens.",
             ),
             "",
@@ -131,8 +136,9 @@ def draw(file: Path) -> None:
         for axes, (metric, (label, factor)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
             for pair, (colour, marker, dash) in LOOKS.items():
                 line = [row for row in rows if (row["sampler"], row["trainer"]) == pair]
-                axes.plot([row["length"] for row in line], [row[metric] * factor for row in line], color=colour, marker=marker,
-                          linestyle=dash, markersize=5, label=PAIRS[pair].replace("*", ""))  # fmt: skip
+                x, y = [row["length"] for row in line], [row[metric] * factor for row in line]
+                words = PAIRS[pair].replace("*", "")
+                axes.plot(x, y, color=colour, marker=marker, linestyle=dash, markersize=5, label=words)
             axes.set(xlabel="tokens", xscale="log", yscale="linear" if metric == "seq_ess" else "log")
             axes.set_title(label, fontsize=11)
             axes.set_xticks(lengths, [str(length) for length in lengths])

@@ -24,8 +24,10 @@ def recipes_page() -> str:
         "safe-trainers grpo --config tiny_vlm_bf16.yaml --max_steps 20",
         "```",
         "",
-        "`safe-trainers list` prints the names. Every key is also an option, which overrides the file. A run writes the",
-        "checkpoint, `log.json` and a plot into its `output_dir`; `--dry-run` builds everything, does not train, and prints the",
+        "`safe-trainers list` prints the names. Every key is also an option, which overrides the file. A run writes "
+        "the",
+        "checkpoint, `log.json` and a plot into its `output_dir`; `--dry-run` builds everything, does not train, "
+        "and prints the",
         "precision report; `--resume` resumes.",
         "",
         "## Without a GPU",
@@ -52,7 +54,8 @@ def recipes_page() -> str:
         )
     lines += [
         "",
-        "None of these has been run on a GPU yet. The tests validate each, and train a tiny version of it (the same keys, an",
+        "None of these has been run on a GPU yet. The tests validate each, and train a tiny version of it (the same "
+        "keys, an",
         "embedded model, data with the same columns) for two steps on a CPU.",
         "",
     ]

@@ -5,8 +5,8 @@
     python tools/record_messages.py --check     # runs every recorded test and compares; a minute
     .venv/vllm/bin/python tools/record_messages.py -m vllm ID ...    # ids that need the real vLLM
 
-The result, `tools/messages.json`, is what `docs/refusals.md` prints. `moment` groups an entry on the page; a new entry is
-"construction", and can be changed by hand.
+The result, `tools/messages.json`, is what `docs/refusals.md` prints. `moment` groups an entry on the page; a new entry
+is "construction", and can be changed by hand.
 """
 
 import argparse

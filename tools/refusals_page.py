@@ -27,7 +27,10 @@ MOMENTS = {
 SAMPLE = "precision-contradicts-flag"
 LONGEST = 70
 """Characters of a message in a heading."""
-SWAP = "swap the trainer for its safe one, `from safe_trainers import SafeGRPOTrainer`, which places a cast where two dtypes meet"
+SWAP = (
+    "swap the trainer for its safe one, `from safe_trainers import SafeGRPOTrainer`, which places a cast where two "
+    "dtypes meet"
+)
 """The fix of many entries, which the page explains once."""
 
 
@@ -44,7 +47,8 @@ def refusals_page() -> str:
     lines = [
         "# Refusals and warnings of this package",
         "",
-        "A run is refused only if stock TRL would crash, or would silently train something else than you asked for. Every",
+        "A run is refused only if stock TRL would crash, or would silently train something else than you asked for. "
+        "Every",
         "run that stock TRL trains correctly is accepted. All problems come in one `PrecisionError`:",
         "",
         "```text",
@@ -120,7 +124,8 @@ def errors_page() -> str:
         "in brackets are of this package: [refusals and warnings](refusals.md).",
         "",
         "**Dtype errors of stock TRL.** Most errors about two dtypes are fixed by replacing the trainer:",
-        "`from safe_trainers import SafeGRPOTrainer`. It places a cast where two dtypes meet. Entries below give the line for",
+        "`from safe_trainers import SafeGRPOTrainer`. It places a cast where two dtypes meet. Entries below give "
+        "the line for",
         "stock trainers too.",
         "",
         "## The most frequent",

@@ -49,7 +49,8 @@ def trainers_page() -> str:
         "class SafeCPOConfig(PrecisionArguments, CPOConfig): ...",
         "```",
         "",
-        "Each trainer trains a tiny text model for two steps, stock and safe: in float32, and with `bf16=True` on float32",
+        "Each trainer trains a tiny text model for two steps, stock and safe: in float32, and with `bf16=True` on "
+        "float32",
         "weights.",
         "",
         "- same bits: losses and trained weights in float32 are those of stock.",

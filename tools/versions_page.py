@@ -37,7 +37,8 @@ def page(measured: dict[str, Any] | None = None) -> str:
             "",
             "## Comparison with stock TRL",
             "",
-            "A part of the [comparison](evidence.md), in number of combinations. *Wrong* trains something else, silently.",
+            "A part of the [comparison](evidence.md), in number of combinations. *Wrong* trains something else, "
+            "silently.",
             "Pairs that are not in the table were not run.",
             "",
             "| TRL | stock trained | wrong | crashed | safe trained | refused | wrong or crashed |",

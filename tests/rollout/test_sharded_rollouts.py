@@ -11,7 +11,8 @@ from safe_trainers.rollout.truncation import TruncationCorrection
 
 def test_a_sharded_head_cannot_renormalise_truncated_samples():
     args = SimpleNamespace(
-        use_vllm=True, vllm_importance_sampling_correction=True, top_k=10, top_p=1.0, deepspeed_plugin=SimpleNamespace(zero_stage=3),
+        use_vllm=True, vllm_importance_sampling_correction=True, top_k=10, top_p=1.0,
+        deepspeed_plugin=SimpleNamespace(zero_stage=3),
         fsdp=None, parallel_mode=None, generation_kwargs=None,
     )  # fmt: skip
     run = SimpleNamespace(args=args, trainer=SimpleNamespace(vllm_generation=None, tools=None))
