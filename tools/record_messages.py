@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import re
+import string
 import sys
 import warnings
 from collections import defaultdict
@@ -25,6 +26,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "tools" / "messages.json"
 Message = dict[str, str]
+SHORTEST = 20
+"""Characters of a part of an explanation by which a test is found."""
 
 
 def read() -> dict[str, Message]:
@@ -70,7 +73,11 @@ def plain(text: str) -> str:
 
 
 def tests_that_mention(ids: set[str]) -> list[str]:
-    """Returns the tests whose source contains one of the ids."""
+    """Returns the tests whose source contains one of the ids, or a part of its explanation."""
+    from safe_trainers import REFUSALS, WARNINGS
+
+    findings = [own[finding] for own in (REFUSALS, WARNINGS) for finding in ids if finding in own]
+    texts = {part for finding in findings for part in _fixed_parts(finding.why)} | ids
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         name = path.relative_to(ROOT).as_posix()
@@ -80,9 +87,15 @@ def tests_that_mention(ids: set[str]) -> list[str]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 parts = [ast.get_source_segment(source, part) or "" for part in (node, *node.decorator_list)]
-                if any(finding in part for finding in ids for part in parts):
+                if any(text in part for text in texts for part in parts):
                     found.append(f"{name}::{node.name}")
     return found
+
+
+def _fixed_parts(template: str) -> list[str]:
+    """The parts of a template between its fields, if they are long enough to identify it."""
+    parts = (text for text, *_ in string.Formatter().parse(template))
+    return [part.strip(" ,.:;") for part in parts if len(part) > SHORTEST]
 
 
 def _quality(message: Message) -> tuple[bool, bool, int]:
