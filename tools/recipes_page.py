@@ -16,7 +16,8 @@ def recipes_page() -> str:
     lines = [
         "# Recipes by model and GPU",
         "",
-        "Copy a recipe, check it, run it:",
+        "Copy a recipe, check it, run it. `--config` also takes the name of a packaged recipe, such as",
+        "`grpo/tiny_vlm_bf16`.",
         "",
         "```console",
         "safe-trainers copy grpo/tiny_vlm_bf16",
