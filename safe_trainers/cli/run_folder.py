@@ -6,7 +6,6 @@ Nothing here imports torch.
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import os
 import shlex
 import socket
