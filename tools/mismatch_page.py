@@ -38,12 +38,13 @@ def mismatch_page() -> str:
     def head(words: str) -> list[str]:
         return [
             f"| {words} | " + " | ".join(f"{length:,}" for length in lengths) + " |",
-            "|---" * (len(lengths) + 1) + "|",
+            "|---" + "|---:" * len(lengths) + "|",
         ]
 
     def table(metric: str, form: str, scale: float = 1.0) -> list[str]:
         rows = [
-            [words, *(format(found[*pair, n][metric] * scale, form) for n in lengths)] for pair, words in PAIRS.items()
+            [words, *(_number(found[*pair, n][metric] * scale, form) for n in lengths)]
+            for pair, words in PAIRS.items()
         ]
         return [*head("sampler, trainer"), *("| " + " | ".join(row) + " |" for row in rows), ""]
 
@@ -116,6 +117,10 @@ def mismatch_page() -> str:
             "",
         ]
     )
+
+
+def _number(value: float, form: str) -> str:
+    return "<1e-5" if value < 1e-5 else format(value, form)
 
 
 def draw(file: Path) -> None:
