@@ -37,13 +37,28 @@ WHY = {
 }
 
 
-def hardware() -> str:
-    """The table of devices, with the precision that `Device.preferred` picks."""
-    rows = ["| your hardware | picked for you | you write | why |", "|---|---|---|---|"]
+PLAIN = {BFLOAT16: "nothing", FLOAT16: "`bf16=False, fp16=True`", FLOAT32: "`bf16=False`"}
+"""What a plain TRL config needs, since TRL enables bf16 by default."""
+
+
+def hardware(reasons: bool = True) -> str:
+    """The table of devices, with the precision that `Device.preferred` picks.
+
+    Args:
+        reasons: Whether the table has a column with the reasons.
+    """
+    head = ["your hardware", "picked with a Safe config", "a plain TRL config needs", *(["why"] if reasons else [])]
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, device in HARDWARE.items():
         dtype, _ = device.preferred
-        rows.append(f"| {name} | {PICKED[dtype]} | nothing | {WHY[device.kind][dtype]} |")
+        cells = [name, PICKED[dtype], PLAIN[dtype], *([WHY[device.kind][dtype]] if reasons else [])]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def hardware_in_short() -> str:
+    """The table of devices without the reasons."""
+    return hardware(reasons=False)
 
 
 def measured() -> str:
@@ -78,8 +93,22 @@ def watch() -> str:
     return "\n".join(lines)
 
 
+def wrong() -> str:
+    """An error, a metric, and where to look up others, for the README."""
+    from safe_trainers.explain.metrics import metrics
+
+    mean = metrics()["logp_mismatch_mean"]
+    return "\n".join(
+        [
+            "- `Attempting to unscale FP16 gradients.`: trained weights are float16. A safe trainer trains them in float32.",
+            f"- [`{mean.key}`](docs/metrics.md) {mean.look}: {mean.cause}.",
+            "- Anything else: `safe-trainers explain train.log`, or [by symptom](docs/troubleshooting.md).",
+        ]
+    )
+
+
 PARTS = {
-    "README.md": {"hardware": hardware, "measured": measured},
+    "README.md": {"hardware": hardware_in_short, "measured": measured, "wrong": wrong},
     "docs/index.md": {"hardware": hardware, "measured": measured},
     "docs/hardware.md": {"hardware": hardware},
     "docs/rollouts.md": {"watch": watch},
