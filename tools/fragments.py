@@ -100,7 +100,8 @@ def wrong() -> str:
     mean = metrics()["logp_mismatch_mean"]
     return "\n".join(
         [
-            "- `Attempting to unscale FP16 gradients.`: trained weights are float16. A safe trainer trains them in float32.",
+            "- `Attempting to unscale FP16 gradients.`: trained weights are float16. A safe trainer trains them in "
+            "float32.",
             f"- [`{mean.key}`](docs/metrics.md) {mean.look}: {mean.cause}.",
             "- Anything else: `safe-trainers explain train.log`, or [by symptom](docs/troubleshooting.md).",
         ]
