@@ -151,8 +151,8 @@ class PrecisionSettings:
             construction, if the dataset has media. Operations that get two dtypes are found in it, and get casts.
         keep_frozen_casts: Whether autocast keeps its casts of frozen float32 weights while completions are generated
             and scored, instead of making them for every token. The values are the same. The casts take half the bytes
-            of these weights until the loss is computed; they are not kept if they would take more than half of the
-            free memory.
+            of these weights until the loss is computed. They are not kept if they would raise the peak of allocated
+            memory on CUDA, or take more than half of the free memory elsewhere.
         share_media_features: Whether a tower runs once for all equal images of a batch, while no gradient flows into
             it: `"identical"` if the features are bit-identical, which is measured for each shape of a batch;
             `"always"`; or `"off"`.

@@ -20,7 +20,7 @@ from ..model.parts import unwrap
 
 
 FREE_SHARE = 0.5
-"""Largest share of the free memory that stored casts may take."""
+"""Largest share of the free memory that stored casts may take on a CPU."""
 
 
 class KeptCasts(Feature):
@@ -62,7 +62,7 @@ class KeptCasts(Feature):
         weights = frozen_weights(unwrap(model))
         nbytes = sum(weight.numel() for weight in weights) * 2
         device = run.accelerator.device
-        if nbytes > FREE_SHARE * free_memory(device):
+        if nbytes > spare_memory(device):
             return contextlib.nullcontext()
         self.nbytes = max(self.nbytes, nbytes)
         return casts_kept(weights, device)
@@ -105,13 +105,13 @@ def frozen_weights(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def free_memory(device: torch.device) -> int:
-    """Returns the number of bytes that can be allocated on a device.
+def spare_memory(device: torch.device) -> int:
+    """Returns the number of bytes that stored casts may take.
 
     Args:
-        device: A CUDA device, or another one whose memory is that of the machine.
+        device: The device. On CUDA, the casts may take what the run has already needed at its peak, so that the peak
+            does not rise; in the first rollout that is nothing. Elsewhere `FREE_SHARE` of the free memory.
     """
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    return int(psutil.virtual_memory().available)
+        return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return int(FREE_SHARE * psutil.virtual_memory().available)

@@ -2,8 +2,10 @@
 
 import gc
 from collections import Counter
+from types import SimpleNamespace
 
 import cells
+import psutil
 import pytest
 import torch
 import trl
@@ -168,10 +170,17 @@ def test_nothing_is_kept_if_memory_is_short(monkeypatch):
     needed = sum(weight.numel() * 2 for weight in kept_casts.frozen_weights(trainer.model))
     for free, kept in ((2 * needed - 2, 0), (2 * needed, needed)):
         trainer = build(cell, steps=1)
-        monkeypatch.setattr(kept_casts, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
         trainer.train()
         assert trainer._run.feature(kept_casts.KeptCasts).nbytes == kept
         assert (set(trainer.rollouts[0].values()) == {1}) is bool(kept)
+
+
+def test_on_cuda_the_peak_of_the_run_is_the_limit(monkeypatch):
+    """The counters of CUDA's allocator are replaced by numbers, as there is no GPU here."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 400)
+    assert kept_casts.spare_memory(torch.device("cuda")) == 600
 
 
 @pytest.mark.parametrize(
