@@ -2,7 +2,7 @@
 
     python benchmarks/metric_runs.py     # 10 minutes on 2 cores
 
-`safe_trainers/explain/metrics.toml` states what is normal for each metric, and `tests/explain/test_metrics.py`
+`safe_trainers/explain/metrics.toml` states what is normal for each metric, and `tests/explain/test_metric_limits.py`
 compares it with these runs: no healthy run passes a limit, and the run with the fault that a limit is for does. The
 model is that of `benchmarks/mismatch.py`, with two layers: byte-level, trained on the source of Python's standard
 library. Rollouts with a fault of the sampler come from a `rollout_func`, which samples with a copy of the model and

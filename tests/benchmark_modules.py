@@ -1,6 +1,7 @@
 """Imports benchmarks in tests, without leaving behind what they set for their own processes."""
 
 import importlib
+import sys
 from pathlib import Path
 
 
@@ -15,4 +16,8 @@ def load(monkeypatch, name):
         monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    # Scripts import the package `families`, and tests `benchmarks.families`: two copies would register their classes
+    # with transformers twice.
+    families = importlib.import_module("benchmarks.families")
+    monkeypatch.setitem(sys.modules, "families", families)
     return importlib.import_module(name)

@@ -71,6 +71,9 @@ def measured() -> str:
     for side, name in names.items():
         counts = Counter(row[side]["outcome"] for row in rows)
         lines.append(f"| {name} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} |")
+    crashes = [{row["weights"], row["flag"]} for row in rows if row["stock"]["outcome"] == "crashed"]
+    mixed = crashes.count({"bf16", "fp16"})
+    lines += ["", f"Two steps of tiny models. {mixed} of the {len(crashes)} crashes mix fp16 and bf16."]
     return "\n".join(lines)
 
 

@@ -43,9 +43,9 @@ def refusals_page() -> str:
     lines = [
         "# Refusals and warnings of this package",
         "",
-        "A run is refused only if stock TRL would crash, or would silently train something else than you asked for. "
-        "Every",
-        "run that stock TRL trains correctly is accepted. All problems come in one `PrecisionError`:",
+        "A run is refused if stock TRL would crash, would silently train something else than you asked for, or would",
+        "emulate its precision many times slower. It is also refused if two settings contradict each other. All",
+        "problems come in one `PrecisionError`:",
         "",
         "```text",
         "1 problem with the precision of this run:",
@@ -53,8 +53,8 @@ def refusals_page() -> str:
         "```",
         "",
         "The first line shows what was passed. `why` tells why it fails. `fix` is the line to write. The word in",
-        "brackets is the id: it never changes, and it is the heading of an entry on this page. Values, names and",
-        "numbers in the messages below are those of one real run.",
+        "brackets is the id: it never changes, and it is the heading of an entry on this page. The messages",
+        "below were produced by the tests. Where one names a GPU or a server, the test simulates it.",
         "",
     ]
     for heading, findings in (("Refused", REFUSALS), ("Warning", WARNINGS)):

@@ -130,8 +130,10 @@ def _copy(path: Path) -> Path:
         return backup
 
 
-def _problems_of(checked: Checked) -> int:
-    return sum(problem.level in ("error", "warning") for problem in checked.problems)
+def _problems_of(checked: Checked) -> tuple[int, int]:
+    """The numbers of errors and of warnings; a value that is read at last may have warnings of its own."""
+    levels = [problem.level for problem in checked.problems]
+    return levels.count("error"), levels.count("warning")
 
 
 def _fixable(checked: Checked, tried: set[tuple[str, str | None]]) -> Iterator[Problem]:

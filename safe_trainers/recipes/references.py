@@ -290,14 +290,18 @@ def _trust(settings: Settings) -> Iterator[Problem]:
 
 
 def _trackers(settings: Settings) -> Iterator[Problem]:
-    """A tracker whose package is not installed, with which transformers fails when the trainer is built."""
+    """A tracker whose package is not installed, with which transformers fails when the trainer is built.
+
+    It may be installed where the recipe is run later.
+    """
     asked = settings.usable("report_to")
     for name in asked if isinstance(asked, list) else [asked]:
         packages = TRACKERS.get(str(name), ())
         if packages and not any(importlib.util.find_spec(package) for package in packages):
             install = f'"safe-trainers[{name}]"' if name == "trackio" else packages[0]
             what = f"report_to: {name} needs the package {packages[0]}, which is not installed"
-            yield settings.error("report_to", what, Fix(f"run `pip install {install}`, or write `report_to='none'`"))
+            state = settings.error if settings.for_run else settings.warning
+            yield state("report_to", what, Fix(f"run `pip install {install}`, or write `report_to='none'`"))
 
 
 def _registered(name: str, for_run: bool) -> tuple[Problem, ...]:

@@ -255,7 +255,7 @@ def test_the_reference_model_gets_boundaries_of_its_own():
 
 
 def test_nothing_is_placed_where_no_dtypes_can_meet():
-    trainer = build(Cell("aria", "grpo", "fp32", None))
+    trainer = build(Cell("aria", "grpo", "fp32", None), config=SafeGRPOConfig, share_media_features="off")
     assert trainer.precision.boundaries.boundaries == ()
     assert not any(m._forward_pre_hooks for m in trainer.model.modules())
     assert "get_image_features" not in vars(trainer.model.model)
