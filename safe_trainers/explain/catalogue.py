@@ -2,10 +2,14 @@
 
 The errors of other packages are in known_errors.toml. Our own are built from `REFUSALS`, `WARNINGS` and the error
 tree, so that a new refusal is in the catalogue as soon as it exists.
+
+General entries explain families of messages, such as an attribute that an object does not have. Many of these are
+messages of Python, which other programs raise too; so they are used only for a text that names this field.
 """
 
 import re
 import string
+from collections.abc import Collection
 from functools import cache
 from typing import NamedTuple
 
@@ -24,6 +28,33 @@ _IN_BRACKETS = re.compile(r"\[([a-z0-9]+(?:-[a-z0-9]+)+)\]")
 _MIN_LENGTH = 30
 """Characters, without white space, that a part of our own message needs to identify it."""
 
+_OWN_WORDS = ("torch", "triton")
+"""Packages whose messages no other field has."""
+
+_STEMS = """
+torch transformers peft bitsandbytes deepspeed megatron vllm sglang unsloth huggingface hf_hub hf_transfer tokenizer
+safetensors sentencepiece tiktoken xformers flash_attn flash-attn flashattention triton liger llamafactory llama-factory axolotl
+ms-swift ms_swift swift/llm swift/trainers openrlhf open-r1 open_r1 xtuner mergekit fastchat litgpt autotrain lm_eval diffusers
+wandb gptq autoawq gguf /accelerate/ accelerate.utils accelerate.state acceleratorstate accelerator' 'accelerator 'accelerate
+/datasets/ datasets.exceptions datasets.builder datasets.table datasets.arrow datasetgeneration
+llama llava qwen mistral mixtral gemma deepseek internvl chatglm baichuan minicpm smolvlm smollm idefics siglip bloomz cogvlm
+molmo bert-base bertfor bertmodel roberta phi3 phi-3 phi4 phi-4 gpt2 gpt_oss gpt-oss gptneo gpt_neo
+lora_ loraconfig loramodel qlora torch_dtype bfloat16 float16 cuda cudnn cublas nccl process_group processgroup state_dict adapter_config adapter_model
+pytorch_model trainer_state forcausallm forconditionalgeneration forsequenceclassification lmheadmodel languagemodel
+modulestosave decoderlayer rmsnorm rotaryemb dynamiccache kv_cache kvcache generationmixin generationconfig
+generation_config trainingarguments training_args hfargumentparser automodel pretrained sfttrainer grpo dataloader datacollator data_collator
+chat_template input_ids attention_mask position_ids position_embed past_key_value logits embed_tokens lm_head q_proj k_proj v_proj
+o_proj gate_proj hidden_states pad_token eos_token image_token vision_tower mm_projector num_items_in_batch max_new_tokens
+max_seq_len max_model_len gpu_memory tensor_parallel llmengine enginecore autocast gradscaler requires_grad trust_remote_code load_in_4bit
+load_in_8bit quantization_config device_map fine-tun finetun checkpoint- trainer. trainer' reward_func rollout
+""".split()
+_WORDS = re.compile(
+    r"(?<![a-z0-9])(?:trl|accelerate launch|peft|lora|dora|dpo|ppo|sft|rlhf|orpo|kto|rloo|fsdp|ddp|zero-?[123]|gloo|rocm|gpus?|bf16|fp16|fp8|nf4|verl"
+    r"|tensors?|embeddings?|adamw?|awq|[48]-?bit|nn\.[a-z]+|[a-z0-9_]{1,40}(?:attention|trainer|experts|deepspeed))(?![a-z0-9])"
+)
+_SEARCHED = 200_000
+"""Characters at the end of a text that are searched for words of the field."""
+
 
 class Hit(NamedTuple):
     """One match of an entry in a log without white space.
@@ -32,11 +63,13 @@ class Hit(NamedTuple):
         entry: The entry.
         start: Its first character.
         end: One past its last character.
+        fixed: The number of fixed characters in the message.
     """
 
     entry: Entry
     start: int
     end: int
+    fixed: int
 
 
 @cache
@@ -57,19 +90,22 @@ def entries() -> dict[str, Entry]:
     return upstream_entries() | own_entries()
 
 
-def hits(squeezed: str) -> list[Hit]:
+def hits(squeezed: str, general: Collection[Entry] = ()) -> list[Hit]:
     """Finds the messages of the catalogue in a log.
 
     Args:
         squeezed: The log without white space (`squeeze`).
+        general: The general entries that are searched if no other entry matches (`families`).
 
     Returns:
-        The matches in their order, without those that lie inside another match.
+        The matches in their order, without those that lie inside another match; or one match of the general entry
+        whose message has the most fixed characters.
     """
-    found = [Hit(entry, *place) for entry in upstream_entries().values() for place in entry.places(squeezed)]
+    specific = [entry for entry in upstream_entries().values() if not entry.general]
+    found = [Hit(entry, *place) for entry in specific for place in entry.places(squeezed)]
     ours = own_entries()
     found += [
-        Hit(ours[match[1]], match.start(), match.end())
+        Hit(ours[match[1]], match.start(), match.end(), len(match[0]))
         for match in _IN_BRACKETS.finditer(squeezed)
         if match[1] in ours
     ]
@@ -78,7 +114,24 @@ def hits(squeezed: str) -> list[Hit]:
     found += [
         Hit(entry, *place) for entry in ours.values() if entry.id not in with_id for place in entry.places(squeezed)
     ]
-    return _outermost(found)
+    if found:
+        return _outermost(found)
+    found = [Hit(entry, *place) for entry in general for place in entry.places(squeezed)]
+    return [max(found, key=lambda hit: hit.fixed)] if found else []
+
+
+def families(text: str) -> list[Entry]:
+    """Returns the general entries that are used for a text.
+
+    Args:
+        text: A message or a log, with the frames of its tracebacks.
+
+    Returns:
+        All of them if the text has a word of this field; else those of torch and Triton.
+    """
+    end = text[-_SEARCHED:].lower()
+    named = any(stem in end for stem in _STEMS) or _WORDS.search(end) is not None
+    return [entry for entry in upstream_entries().values() if entry.general and (named or entry.package in _OWN_WORDS)]
 
 
 def readable(template: str) -> str:
@@ -117,6 +170,6 @@ def _outermost(found: list[Hit]) -> list[Hit]:
     """Removes matches that are inside another match, such as a general message inside a specific one."""
     kept: list[Hit] = []
     for hit in sorted(found, key=lambda hit: (hit.start, -hit.end)):
-        if not kept or hit.end > kept[-1].end or (hit.start, hit.end) == kept[-1][1:]:
+        if not kept or hit.end > kept[-1].end or (hit.start, hit.end) == kept[-1][1:3]:
             kept.append(hit)
     return kept

@@ -30,6 +30,8 @@ class Entry:
         fix: The line to write or to run.
         kind: Whether it stops a run.
         link: The upstream issue; for entries without a link tests/explain/test_catalogue.py provokes the error.
+        general: Whether it explains a family of messages. It is used only for a text that names this field, and only
+            where no other entry matches.
     """
 
     id: str
@@ -39,8 +41,9 @@ class Entry:
     fix: str
     kind: Kind = "error"
     link: str | None = None
+    general: bool = False
 
-    def places(self, squeezed: str) -> Iterator[tuple[int, int]]:
+    def places(self, squeezed: str) -> Iterator[tuple[int, int, int]]:
         """Finds the entry's messages in a log.
 
         A gap has an upper bound and each message begins with fixed words: the time is linear in the length of a log.
@@ -49,18 +52,23 @@ class Entry:
             squeezed: The log without white space.
 
         Yields:
-            The start and the end of each match.
+            The start and the end of each match, and the number of fixed characters in its message.
         """
-        for start, pattern in self._patterns:
+        for start, pattern, fixed in self._patterns:
             if start in squeezed:  # many times faster than the pattern, and mostly false
-                yield from (match.span() for match in pattern.finditer(squeezed))
+                yield from ((*match.span(), fixed) for match in pattern.finditer(squeezed))
 
     @cached_property
-    def _patterns(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
-        """The first words and the pattern of each message; a full stop at its end is often lost when it is pasted."""
+    def _patterns(self) -> tuple[tuple[str, re.Pattern[str], int], ...]:
+        """The first words, the pattern and the fixed characters of each message.
+
+        A full stop at the end of a message is often lost when it is pasted.
+        """
         gap = f".{{0,{GAP}}}?"
         parts = [[squeeze(part) for part in message.rstrip(".").split(ANY)] for message in self.messages]
-        return tuple((words[0], re.compile(gap.join(map(re.escape, words)), re.DOTALL)) for words in parts)
+        return tuple(
+            (words[0], re.compile(gap.join(map(re.escape, words)), re.DOTALL), sum(map(len, words))) for words in parts
+        )
 
 
 def squeeze(text: str) -> str:

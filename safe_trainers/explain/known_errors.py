@@ -11,7 +11,7 @@ from .entry import Entry, Kind
 FILE = "known_errors.toml"
 
 _REQUIRED = ("package", "messages", "cause", "fix")
-_OPTIONAL = ("kind", "link")
+_OPTIONAL = ("kind", "link", "general")
 
 
 @cache
@@ -53,6 +53,10 @@ def _entry(entry_id: str, table: Any) -> Entry:
     for name, value in table.items():
         if name not in (*_REQUIRED, *_OPTIONAL):
             raise malformed(f"{name} is not a field; expected {', '.join((*_REQUIRED, *_OPTIONAL))}")
+        if name == "general":
+            if not isinstance(value, bool):
+                raise malformed("general must be true or false")
+            continue
         strings = value if name == "messages" else [value]
         if not isinstance(strings, list) or not strings or not all(isinstance(s, str) and s for s in strings):
             raise malformed(f"{name} must be a non-empty {'list of strings' if name == 'messages' else 'string'}")

@@ -7,13 +7,13 @@ launcher's, and with several ranks that of the rank that failed first.
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ..core.errors import Fix, Problem
 from ..report.document import Report, Table
-from .catalogue import entries, hits
+from .catalogue import entries, families, hits
 from .entry import Entry, squeeze
 from .metrics import Metric, out_of_range, readings
 
@@ -37,7 +37,7 @@ _BOX = re.compile(r"[│┃╭╮╰╯]|[─━]{2,}")
 _QUOTES = str.maketrans("‘’“”", "''\"\"")
 _FRAME = re.compile(r"^([ \t]+)File \"[^\"\n]*\", line \d+.*(?:\n\1[ \t]+.*)*", re.MULTILINE)
 _EXCEPTION = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Timeout)(?=:\s|:?$)", re.MULTILINE
+    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Failed|Timeout|Unsupported|OutOfResources)(?=:\s|:?$)", re.MULTILINE
 )
 _END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
 _LINK = re.compile(
@@ -102,6 +102,11 @@ class _Raised:
         """Whether the exception only reports another one."""
         return bool(self.known) and all(entry.kind == "launcher" for entry in self.known)
 
+    @property
+    def specific(self) -> bool:
+        """Whether an entry that is not a general one explains the exception."""
+        return any(not entry.general for entry in self.known)
+
 
 def decode(raw: bytes) -> str:
     """Decodes the end of a log.
@@ -145,9 +150,11 @@ def explain(text: str) -> Explanation:
         The explanation; `found` is empty if the text contains no known message.
     """
     plain = clean(text)
-    raised = list(_raised(plain, text))
+    general = families(text)
+    raised = list(_raised(plain, text, general))
     cause = _cause(raised)
-    outside = _outside_exceptions(plain, {entry.id for error in raised for entry in error.known})
+    seen = {entry.id for error in raised for entry in error.known}
+    outside = _outside_exceptions(plain, seen, general if cause is None else ())
     ordered = _known_exceptions(raised, cause)
     ordered += sorted(outside, key=lambda found: found.entry.kind == "warning")
     ordered.sort(key=lambda found: found.entry.kind == "launcher")
@@ -200,7 +207,7 @@ def report(explanation: Explanation) -> Report:
     return Report("explanation", explanation.subject, tables=tables, verdicts=tuple(verdicts))
 
 
-def _raised(plain: str, original: str) -> Iterator[_Raised]:
+def _raised(plain: str, original: str, general: Collection[Entry]) -> Iterator[_Raised]:
     """Yields the exceptions of a log in order, each with the entries of its message."""
     originals = original.replace("\r\n", "\n").split("\n")
     starts = [match.start() for match in _EXCEPTION.finditer(plain)]
@@ -219,7 +226,7 @@ def _raised(plain: str, original: str) -> Iterator[_Raised]:
         message = "\n".join(_of_rank(lines, originals, line - 1, rank)).strip()
         squeezed = squeeze(message)
         if squeezed not in known:
-            known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed)))
+            known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed, general)))
         yield _Raised(message, line, chain, rank, known[squeezed])
         last = start
 
@@ -248,7 +255,9 @@ def _cause(raised: Sequence[_Raised]) -> _Raised | None:
     several = len({error.rank for error in ranked}) > 1
     chosen = ranked[0].chain if several else own[-1].chain
     chain = [error for error in own if error.chain == chosen]
-    return next((error for error in chain if error.known), chain[0])
+    return next((error for error in chain if error.specific), None) or next(
+        (error for error in chain if error.known), chain[0]
+    )
 
 
 def _known_exceptions(raised: Sequence[_Raised], cause: _Raised | None) -> list[Found]:
@@ -260,7 +269,7 @@ def _known_exceptions(raised: Sequence[_Raised], cause: _Raised | None) -> list[
     found: dict[str, Found] = {}
     for error in (*chain, *others):
         for entry in error.known:
-            if entry.id in found:
+            if entry.id in found or (entry.general and error is not cause):
                 continue
             own = re.search(_FIX.format(re.escape(entry.id)), error.message, re.DOTALL)
             times = sum(entry in other.known for other in raised)
@@ -268,13 +277,13 @@ def _known_exceptions(raised: Sequence[_Raised], cause: _Raised | None) -> list[
     return list(found.values())
 
 
-def _outside_exceptions(plain: str, seen: set[str]) -> list[Found]:
+def _outside_exceptions(plain: str, seen: set[str], general: Collection[Entry]) -> list[Found]:
     """Returns known errors outside exceptions (warnings, logger lines, messages without a class), last first."""
     lines = plain.split("\n")
     squeezed = [squeeze(line) for line in lines]
     offsets = list(accumulate((len(line) for line in squeezed), initial=0))
     found: dict[str, Found] = {}
-    for hit in reversed(hits("".join(squeezed))):
+    for hit in reversed(hits("".join(squeezed), general)):
         if hit.entry.id in seen:
             continue
         before = found.get(hit.entry.id)

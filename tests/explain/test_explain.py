@@ -146,7 +146,7 @@ def test_warnings_come_after_errors():
 def test_code_in_a_traceback_is_no_message():
     frame = '  File "a.py", line 3, in f\n    raise ValueError("Attempting to unscale FP16 gradients.")\n'
     text = f"Traceback (most recent call last):\n{frame}KeyError: 'moon'\n"
-    assert ids(text) == []
+    assert "unscale-fp16-gradients" not in ids(text)
     assert explain(text).subject == "KeyError: 'moon'"
 
 
