@@ -28,8 +28,9 @@ _IN_BRACKETS = re.compile(r"\[([a-z0-9]+(?:-[a-z0-9]+)+)\]")
 _MIN_LENGTH = 30
 """Characters, without white space, that a part of our own message needs to identify it."""
 
-_OWN_WORDS = ("torch", "triton")
-"""Packages whose messages no other field has."""
+_CLASS = re.compile(r"[\w.]+(?:Error|Exception):?")
+_SHARED_WORDS = ("python", "system", "network", "pip")
+"""Packages whose messages other fields have too."""
 
 _STEMS = """
 torch transformers peft bitsandbytes deepspeed megatron vllm sglang unsloth huggingface hf_hub hf_transfer tokenizer
@@ -43,14 +44,17 @@ lora_ loraconfig loramodel qlora torch_dtype bfloat16 float16 cuda cudnn cublas 
 pytorch_model trainer_state forcausallm forconditionalgeneration forsequenceclassification lmheadmodel languagemodel
 modulestosave decoderlayer rmsnorm rotaryemb dynamiccache kv_cache kvcache generationmixin generationconfig
 generation_config trainingarguments training_args hfargumentparser automodel pretrained sfttrainer grpo dataloader datacollator data_collator
-chat_template input_ids attention_mask position_ids position_embed past_key_value logits embed_tokens lm_head q_proj k_proj v_proj
+chat_template token_type_ids input_ids attention_mask position_ids position_embed past_key_value logits embed_tokens lm_head q_proj k_proj v_proj
 o_proj gate_proj hidden_states pad_token eos_token image_token vision_tower mm_projector num_items_in_batch max_new_tokens
+trlx rope_scaling rotary image_processor image_mean vision_ multimodal logprob learning_rate lr_scheduler epoch model_type
+model_name_or_path quantiz sampling_params train.py training finetune_ zero-offload zero_optimization
 max_seq_len max_model_len gpu_memory tensor_parallel llmengine enginecore autocast gradscaler requires_grad trust_remote_code load_in_4bit
 load_in_8bit quantization_config device_map fine-tun finetun checkpoint- trainer. trainer' reward_func rollout
 """.split()
 _WORDS = re.compile(
-    r"(?<![a-z0-9])(?:trl|accelerate launch|peft|lora|dora|dpo|ppo|sft|rlhf|orpo|kto|rloo|fsdp|ddp|zero-?[123]|gloo|rocm|gpus?|bf16|fp16|fp8|nf4|verl"
-    r"|tensors?|embeddings?|adamw?|awq|[48]-?bit|nn\.[a-z]+|[a-z0-9_]{1,40}(?:attention|trainer|experts|deepspeed))(?![a-z0-9])"
+    r"(?<![a-z0-9])(?:trl|accelerate (?:launch|test|config|env)|zero (?:stage|parameter)|llms?|vlms?|peft|lora|dora|dpo|ppo|sft|rlhf|orpo|kto|rloo|fsdp|ddp|zero-?[123]|gloo|rocm|gpus?|bf16|fp16|fp8|nf4|verl"
+    r"|tensors?|embeddings?|adamw?|awq|[48]-?bit|nn\.[a-z]+|[a-z0-9_]{0,40}attention|[a-z0-9_]{1,40}(?:trainer|experts|deepspeed))(?![a-z0-9])"
+    r"|'(?:instruction|conversations?|messages|prompt|completion|chosen|rejected|labels|loss|eval_loss|response)'"
 )
 _SEARCHED = 200_000
 """Characters at the end of a text that are searched for words of the field."""
@@ -98,8 +102,8 @@ def hits(squeezed: str, general: Collection[Entry] = ()) -> list[Hit]:
         general: The general entries that are searched if no other entry matches (`families`).
 
     Returns:
-        The matches in their order, without those that lie inside another match; or one match of the general entry
-        whose message has the most fixed characters.
+        The matches in their order, without those that lie inside another match; or one match of a general entry: that
+        with the most fixed characters, where the words of a message go before the name of its class.
     """
     specific = [entry for entry in upstream_entries().values() if not entry.general]
     found = [Hit(entry, *place) for entry in specific for place in entry.places(squeezed)]
@@ -117,7 +121,9 @@ def hits(squeezed: str, general: Collection[Entry] = ()) -> list[Hit]:
     if found:
         return _outermost(found)
     found = [Hit(entry, *place) for entry in general for place in entry.places(squeezed)]
-    return [max(found, key=lambda hit: hit.fixed)] if found else []
+    name = _CLASS.match(squeezed)
+    words = name.end() if name else 0
+    return [max(found, key=lambda hit: (hit.end > words, hit.fixed))] if found else []
 
 
 def families(text: str) -> list[Entry]:
@@ -127,11 +133,11 @@ def families(text: str) -> list[Entry]:
         text: A message or a log, with the frames of its tracebacks.
 
     Returns:
-        All of them if the text has a word of this field; else those of torch and Triton.
+        All of them if the text has a word of this field; else those whose messages no other field has.
     """
     end = text[-_SEARCHED:].lower()
     named = any(stem in end for stem in _STEMS) or _WORDS.search(end) is not None
-    return [entry for entry in upstream_entries().values() if entry.general and (named or entry.package in _OWN_WORDS)]
+    return [entry for entry in upstream_entries().values() if entry.general and (named or entry.package not in _SHARED_WORDS)]
 
 
 def readable(template: str) -> str:
