@@ -43,7 +43,7 @@ molmo bert-base bertfor bertmodel roberta phi3 phi-3 phi4 phi-4 gpt2 gpt_oss gpt
 lora_ loraconfig loramodel qlora torch_dtype bfloat16 float16 cuda cudnn cublas nccl process_group processgroup state_dict adapter_config adapter_model
 pytorch_model trainer_state forcausallm forconditionalgeneration forsequenceclassification lmheadmodel languagemodel
 modulestosave decoderlayer rmsnorm rotaryemb dynamiccache kv_cache kvcache generationmixin generationconfig
-generation_config trainingarguments training_args hfargumentparser automodel pretrained sfttrainer grpo dataloader datacollator data_collator
+generation_config trainingarguments training_args hfargumentparser automodel pretrained sfttrainer grpo c10d rendezvous torchrun megatron dataloader datacollator data_collator
 chat_template token_type_ids input_ids attention_mask position_ids position_embed past_key_value logits embed_tokens lm_head q_proj k_proj v_proj
 o_proj gate_proj hidden_states pad_token eos_token image_token vision_tower mm_projector num_items_in_batch max_new_tokens
 trlx rope_scaling rotary image_processor image_mean vision_ multimodal logprob learning_rate lr_scheduler epoch model_type
@@ -54,7 +54,7 @@ load_in_8bit quantization_config device_map fine-tun finetun checkpoint- trainer
 _WORDS = re.compile(
     r"(?<![a-z0-9])(?:trl|accelerate (?:launch|test|config|env)|zero (?:stage|parameter)|llms?|vlms?|peft|lora|dora|dpo|ppo|sft|rlhf|orpo|kto|rloo|fsdp|ddp|zero-?[123]|gloo|rocm|gpus?|bf16|fp16|fp8|nf4|verl"
     r"|tensors?|embeddings?|adamw?|awq|[48]-?bit|nn\.[a-z]+|[a-z0-9_]{0,40}attention|[a-z0-9_]{1,40}(?:trainer|experts|deepspeed))(?![a-z0-9])"
-    r"|'(?:instruction|conversations?|messages|prompt|completion|chosen|rejected|labels|loss|eval_loss|response)'"
+    r"|'(?:instruction|conversations?|messages|prompt|completion|chosen|rejected|labels|loss|eval_loss|response|device|generate|accelerator|vocab_size)'"
 )
 _SEARCHED = 200_000
 """Characters at the end of a text that are searched for words of the field."""
@@ -173,9 +173,11 @@ def _from_class(error: type[SafeTrainersError]) -> Entry:
 
 
 def _outermost(found: list[Hit]) -> list[Hit]:
-    """Removes matches that are inside another match, such as a general message inside a specific one."""
+    """Removes matches that overlap one with more fixed characters, such as a general message inside a specific one."""
     kept: list[Hit] = []
     for hit in sorted(found, key=lambda hit: (hit.start, -hit.end)):
-        if not kept or hit.end > kept[-1].end or (hit.start, hit.end) == kept[-1][1:3]:
+        if not kept or hit.start >= kept[-1].end or (hit.start, hit.end) == kept[-1][1:3]:
             kept.append(hit)
+        elif hit.fixed > kept[-1].fixed:
+            kept[-1] = hit
     return kept
