@@ -47,7 +47,7 @@ generation_config trainingarguments training_args hfargumentparser automodel pre
 chat_template token_type_ids input_ids attention_mask position_ids position_embed past_key_value logits embed_tokens lm_head q_proj k_proj v_proj
 o_proj gate_proj hidden_states pad_token eos_token image_token vision_tower mm_projector num_items_in_batch max_new_tokens
 trlx grid_thw vision pretrain dataset batch_size gradient model_args model_kwargs model_id model_path
-seq_len per_device inference_engine prediction_loss_only rope_scaling rotary image_processor image_mean vision_ multimodal logprob learning_rate lr_scheduler epoch model_type
+seq_len per_device inference_engine prediction_loss_only defaultcpuallocator rope_scaling rotary image_processor image_mean vision_ multimodal logprob learning_rate lr_scheduler epoch model_type
 model_name_or_path quantiz sampling_params train.py training finetune_ zero-offload zero_optimization
 max_seq_len max_model_len gpu_memory tensor_parallel llmengine enginecore autocast gradscaler requires_grad trust_remote_code load_in_4bit
 load_in_8bit quantization_config device_map fine-tun finetun checkpoint- trainer. trainer' reward_func rollout

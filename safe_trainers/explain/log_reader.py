@@ -156,7 +156,11 @@ def explain(text: str) -> Explanation:
     seen = {entry.id for error in raised for entry in error.known}
     outside = _outside_exceptions(plain, seen, general if cause is None else ())
     ordered = _known_exceptions(raised, cause)
-    ordered += sorted(outside, key=lambda found: found.entry.kind == "warning")
+    errors = [found for found in outside if found.entry.kind != "warning"]
+    warnings = [found for found in outside if found.entry.kind == "warning"]
+    # A line that an entry knows says more than a general entry, such as a line before an assertion without text.
+    is_general = bool(ordered) and ordered[0].entry.general
+    ordered = [*errors, *ordered, *warnings] if is_general else [*ordered, *errors, *warnings]
     ordered.sort(key=lambda found: found.entry.kind == "launcher")
     chain = [error for error in raised if cause is not None and error.chain == cause.chain]
     if cause is None or all(error.launcher for error in raised):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -26,7 +27,7 @@ from safe_trainers import ContractError, PrecisionError, RecipeError, Unsupporte
 from safe_trainers.core.errors import refuse
 from safe_trainers.core.messages import WARNINGS
 from safe_trainers.core.refusals import REFUSALS
-from safe_trainers.explain.catalogue import OURS, entries, hits, own_entries
+from safe_trainers.explain.catalogue import OURS, entries, families, hits, own_entries
 from safe_trainers.explain.entry import ANY, Entry, squeeze
 from safe_trainers.explain.known_errors import parse_entries, upstream_entries
 from safe_trainers.explain.log_reader import explain
@@ -486,6 +487,42 @@ def no_default_targets():
     get_peft_model(model, LoraConfig())
 
 
+def package_missing():
+    import of_another_world_of_vllm  # noqa: F401
+
+
+def type_of_a_value():
+    ones(2).fill_("5e-5")
+
+
+def file_not_found():
+    torch.load("checkpoint-100/optimizer.pt")
+
+
+def file_not_permitted():
+    raise PermissionError(13, "Permission denied", "/root/.cache/huggingface")  # tests can run as root
+
+
+def no_kernel_for_dtype():
+    torch.linalg.qr(ones(2, 2, dtype=torch.int64))
+
+
+def devices_differ():
+    torch.nn.Linear(2, 2)(torch.ones(2, device="meta"))
+
+
+def gradient_not_possible():
+    ones(2).requires_grad_().numpy()
+
+
+def memory_of_the_machine():
+    torch.empty(2**50)
+
+
+def process_group_missing():
+    torch.distributed.barrier()
+
+
 def name_of_another_release():
     from transformers import NameOfAnotherRelease  # noqa: F401
 
@@ -533,6 +570,15 @@ PROVOKED = {
         unknown_trainer_argument,
         trainer_of_another_release,
         unknown_architecture,
+        package_missing,
+        type_of_a_value,
+        file_not_found,
+        file_not_permitted,
+        no_kernel_for_dtype,
+        devices_differ,
+        gradient_not_possible,
+        memory_of_the_machine,
+        process_group_missing,
         no_default_targets,
         name_of_another_release,
         nothing_requires_grad,
@@ -651,8 +697,11 @@ def test_the_packages_say_it(expected, provoke, tmp_path, monkeypatch, caplog):
 
 
 def test_each_entry_is_backed():
+    # A family is backed by the texts that people pasted; there is no one thread of it.
+    pasted = tomllib.loads(Path(__file__).with_name("pasted_errors.toml").read_text(encoding="utf-8"))["pasted"]
     unlinked = {entry.id for entry in UPSTREAM.values() if entry.link is None}
-    assert unlinked <= set(PROVOKED) | IN_A_CHILD | set(IN_SOURCE)
+    families_seen = {row["id"] for row in pasted if "id" in row and UPSTREAM[row["id"]].general}
+    assert unlinked <= set(PROVOKED) | IN_A_CHILD | set(IN_SOURCE) | families_seen
     assert set(PROVOKED) | IN_A_CHILD | set(IN_SOURCE) <= set(UPSTREAM)
     for entry in UPSTREAM.values():
         assert entry.link is None or re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", entry.link)
@@ -746,8 +795,8 @@ def test_what_torchrun_says_of_a_failed_rank(tmp_path):
 @pytest.mark.parametrize("entry", UPSTREAM.values(), ids=lambda entry: entry.id)
 def test_an_entry_finds_its_own_texts_and_no_other_does(entry):
     for text in entry.messages:
-        assert len(squeeze(text.split(ANY)[0])) >= 10, "a text begins with fixed words"
-        assert [hit.entry.id for hit in hits(squeeze(text.replace(ANY, "x y")))] == [entry.id]
+        assert len(squeeze(text.split(ANY)[0])) >= (8 if entry.general else 10), "a text begins with fixed words"
+        assert [hit.entry.id for hit in hits(squeeze(text.replace(ANY, "x y")), families("torch"))] == [entry.id]
 
 
 @pytest.mark.parametrize("entry", UPSTREAM.values(), ids=lambda entry: entry.id)
@@ -799,8 +848,9 @@ def test_an_entry_is_read_with_all_its_fields():
         ('["some message …", "another"]', "[1]", "[some-error]: messages must be a non-empty list of strings"),
         ('"`bf16=True`"', '""', "[some-error]: fix must be a non-empty string"),
         ('"`bf16=True`"', "true", "[some-error]: fix must be a non-empty string"),
+        ("kind =", 'general = "yes"\nkind =', "[some-error]: general must be true or false"),
         ('"warning"', '"fatal"', "[some-error]: kind must be one of error, launcher, warning, got 'fatal'"),
-        ("link =", "lnik =", "[some-error]: lnik is not a field; expected package, messages, cause, fix, kind, link"),
+        ("link =", "lnik =", "[some-error]: lnik is not a field; expected package, messages, cause, fix, kind, link, general"),
         ("[some-error]\n", "some-error = 1\n[other]\n", "[some-error]: must be a table"),
         ("[some-error]\n", "[some-error\n", "known_errors.toml is not TOML: "),
         ("[some-error]\n", "[some-error]\n[some-error]\n", "known_errors.toml is not TOML: "),

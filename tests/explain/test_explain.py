@@ -182,7 +182,7 @@ def test_a_file_in_utf_16(capsys, tmp_path):
 
 
 def test_what_is_not_known_is_said_with_the_nearest(capsys):
-    assert main(["explain", "RuntimeError: expected query and value to have the same dtype"]) == 1
+    assert main(["explain", "RuntimeError: query, key and value of another kind"]) == 1
     said = capsys.readouterr().out
     assert "not in the catalogue; the nearest are" in said
     assert "attention-dtypes" in said
@@ -245,8 +245,11 @@ def test_no_log_takes_long(line):
     assert time.process_time() - began < 3  # 0.1 to 0.4 s on a machine that is idle
 
 
+SPECIFIC = sorted(key for key, entry in upstream_entries().items() if not entry.general)
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.binary(max_size=400), st.binary(max_size=400), st.sampled_from(sorted(upstream_entries())))
+@given(st.binary(max_size=400), st.binary(max_size=400), st.sampled_from(SPECIFIC))
 def test_junk_around_a_message_hides_nothing(before, after, key):
     text = upstream_entries()[key].messages[0].replace(ANY, "Float")
     raw = b"x" + before + b"\n\n" + text.encode() + b"\n\n" + after

@@ -46,7 +46,9 @@ def test_the_data_is_what_its_head_says():
 
 
 @pytest.mark.parametrize(
-    ("number", "texts", "right", "wrong"), [(1, 50, 12, 0), (2, 50, 18, 5), (3, 22, 6, 0)], ids=["1", "2", "3"]
+    ("number", "texts", "right", "wrong"),
+    [(1, 50, 12, 0), (2, 50, 18, 5), (3, 22, 6, 0), (4, 50, 20, 10), (5, 50, 27, 10), (6, 50, 26, 7), (7, 50, 26, 6)],
+    ids=["1", "2", "3", "4", "5", "6", "7"],
 )
 def test_how_many_texts_were_answered_before_messages_were_written_from_them(number, texts, right, wrong):
     """The share of errors that the catalogue knows without having seen them; a later set is added here."""
@@ -112,6 +114,28 @@ def test_skipped_steps_are_found_by_their_metric(dumps):
     said = explain("\n".join(map(dumps, rows)))
     assert [(metric.key, value) for metric, value in said.beyond] == [("precision/skipped_steps", 11 / (11 + 20))]
     assert explain("\n".join(map(dumps, rows[:1]))).beyond == ()
+
+
+def test_a_general_entry_is_used_only_where_no_other_matches():
+    general, specific = "AttributeError: 'PeftModel' object has no attribute 'of_tomorrow'", SCATTER
+    link = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    assert first(general) == "attribute-missing"
+    assert first(f"{FRAMES}{general}\n{link}{FRAMES}{specific}") == "masked-scatter-dtypes"
+    # An earlier chain is not the cause, and its general entry says nothing.
+    found = explain(f"{FRAMES}{general}\n\nretrying\n\n{FRAMES}{specific}").found
+    assert [one.entry.id for one in found] == ["masked-scatter-dtypes"]
+
+
+def test_words_of_a_message_go_before_the_class_of_the_exception():
+    assert first("AssertionError: peft") == "check-failed"
+    assert first("AssertionError: zero stage 2 requires an optimizer") == "deepspeed-refuses"
+
+
+def test_a_message_of_python_needs_a_word_of_the_field_in_its_text():
+    message = "TypeError: __init__() got an unexpected keyword argument 'colour'"
+    assert first(message) is None
+    assert first(f'  File "/env/site-packages/flask/app.py", line 9, in f\n    f()\n{message}') is None
+    assert first(f'  File "/env/site-packages/trl/trainer.py", line 9, in f\n    f()\n{message}') == "argument-unknown"
 
 
 def test_quotation_marks_of_a_forum_are_read_as_those_of_a_program():
