@@ -9,8 +9,10 @@ messages of Python, which other programs raise too; so they are used only for a 
 
 import re
 import string
+import tomllib
 from collections.abc import Collection
 from functools import cache
+from importlib import resources
 from typing import NamedTuple
 
 from ..core import errors
@@ -29,36 +31,12 @@ _MIN_LENGTH = 30
 """Characters, without white space, that a part of our own message needs to identify it."""
 
 _CLASS = re.compile(r"[\w.]+(?:Error|Exception):?")
-_SHARED_WORDS = ("python", "system", "network", "pip")
+_SHARED_WORDS = ("python", "system", "network", "pip", "pillow")
 """Packages whose messages other fields have too."""
 
-_STEMS = """
-torch transformers peft bitsandbytes deepspeed megatron vllm sglang unsloth huggingface hf_hub hf_transfer tokenizer
-safetensors sentencepiece tiktoken xformers flash_attn flash-attn flashattention triton liger llamafactory llama-factory axolotl
-ms-swift ms_swift swift/llm swift/trainers openrlhf open-r1 open_r1 xtuner mergekit fastchat litgpt autotrain lm_eval diffusers
-wandb gptq autoawq gguf /accelerate/ accelerate.utils accelerate.state acceleratorstate accelerator' 'accelerator 'accelerate
-/datasets/ datasets.exceptions datasets.builder datasets.table datasets.arrow datasetgeneration
-llama llava qwen mistral mixtral gemma deepseek internvl chatglm baichuan minicpm smolvlm smollm idefics siglip bloomz cogvlm
-molmo bert-base bertfor bertmodel roberta phi3 phi-3 phi4 phi-4 gpt2 gpt_oss gpt-oss gptneo gpt_neo
-lora_ loraconfig loramodel qlora torch_dtype bfloat16 float16 cuda cudnn cublas nccl process_group processgroup state_dict adapter_config adapter_model
-pytorch_model trainer_state forcausallm forconditionalgeneration forsequenceclassification lmheadmodel languagemodel
-modulestosave decoderlayer rmsnorm rotaryemb dynamiccache kv_cache kvcache generationmixin generationconfig
-generation_config trainingarguments training_args hfargumentparser automodel pretrained sfttrainer grpo c10d rendezvous torchrun megatron dataloader datacollator data_collator
-chat_template token_type_ids input_ids attention_mask position_ids position_embed past_key_value logits embed_tokens lm_head q_proj k_proj v_proj
-o_proj gate_proj hidden_states pad_token eos_token image_token vision_tower mm_projector num_items_in_batch max_new_tokens
-trlx grid_thw vision pretrain dataset batch_size gradient model_args model_kwargs model_id model_path
-seq_len per_device inference_engine prediction_loss_only defaultcpuallocator rope_scaling rotary image_processor image_mean vision_ multimodal logprob learning_rate lr_scheduler epoch model_type
-model_name_or_path quantiz sampling_params train.py training finetune_ zero-offload zero_optimization
-max_seq_len max_model_len gpu_memory tensor_parallel llmengine enginecore autocast gradscaler requires_grad trust_remote_code load_in_4bit
-load_in_8bit quantization_config device_map fine-tun finetun checkpoint- trainer. trainer' reward_func rollout
-""".split()
-_WORDS = re.compile(
-    r"(?<![a-z0-9])(?:trl|accelerate (?:launch|test|config|env)|zero (?:stage|parameter)|llms?|vlms?|peft|lora|dora|dpo|ppo|sft|rlhf|orpo|kto|rloo|fsdp|ddp|zero-?[123]|gloo|rocm|gpus?|bf16|fp16|fp8|nf4|verl"
-    r"|tensors?|embeddings?|adamw?|awq|[48]-?bit|nn\.[a-z]+|[a-z0-9_]{0,40}attention|mlx|gpt[a-z0-9]*|[a-z0-9_]{0,40}(?:trainer|experts|deepspeed))(?![a-z0-9])"
-    r"|'(?:instruction|conversations?|messages|prompt|completion|chosen|rejected|labels|loss|eval_loss|response|device|generate|accelerator|vocab_size)'"
-)
 _SEARCHED = 200_000
 """Characters at the end of a text that are searched for words of the field."""
+_WORDS_FILE = "words.toml"
 
 
 class Hit(NamedTuple):
@@ -137,8 +115,24 @@ def families(text: str) -> list[Entry]:
         All of them if the text has a word of this field; else those whose messages no other field has.
     """
     end = text[-_SEARCHED:].lower()
-    named = any(stem in end for stem in _STEMS) or _WORDS.search(end) is not None
-    return [entry for entry in upstream_entries().values() if entry.general and (named or entry.package not in _SHARED_WORDS)]
+    parts, words = _words_of_the_field()
+    named = any(part in end for part in parts) or words.search(end) is not None
+    return [
+        entry
+        for entry in upstream_entries().values()
+        if entry.general and (named or entry.package not in _SHARED_WORDS)
+    ]
+
+
+@cache
+def _words_of_the_field() -> tuple[list[str], re.Pattern[str]]:
+    """Returns what a text of this field contains: parts of words, and a pattern of whole words."""
+    lists = tomllib.loads(resources.files(__package__).joinpath(_WORDS_FILE).read_text(encoding="utf-8"))
+    either = {name: "|".join(map(re.escape, words)) for name, words in lists.items()}
+    whole = (
+        rf"(?<![a-z0-9])(?:{either['words']}|gpt[a-z0-9]{{0,9}}|[a-z0-9_]{{0,40}}(?:{either['endings']}))(?![a-z0-9])"
+    )
+    return lists["parts"], re.compile(rf"{whole}|'(?:{either['quoted']})'")
 
 
 def readable(template: str) -> str:

@@ -37,7 +37,8 @@ _BOX = re.compile(r"[│┃╭╮╰╯]|[─━]{2,}")
 _QUOTES = str.maketrans("‘’“”", "''\"\"")
 _FRAME = re.compile(r"^([ \t]+)File \"[^\"\n]*\", line \d+.*(?:\n\1[ \t]+.*)*", re.MULTILINE)
 _EXCEPTION = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Failed|Timeout|Unsupported|OutOfResources)(?=:\s|:?$)", re.MULTILINE
+    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Failed|Timeout|Unsupported|OutOfResources)(?=:\s|:?$)",
+    re.MULTILINE,
 )
 _END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
 _LINK = re.compile(

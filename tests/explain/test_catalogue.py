@@ -515,6 +515,13 @@ def gradient_not_possible():
     ones(2).requires_grad_().numpy()
 
 
+def image_not_readable():
+    from PIL import Image
+
+    Path("tensor.png").write_bytes(b"a web page")
+    Image.open("tensor.png")
+
+
 def memory_of_the_machine():
     torch.empty(2**50)
 
@@ -578,6 +585,7 @@ PROVOKED = {
         devices_differ,
         gradient_not_possible,
         memory_of_the_machine,
+        image_not_readable,
         process_group_missing,
         no_default_targets,
         name_of_another_release,
@@ -850,7 +858,11 @@ def test_an_entry_is_read_with_all_its_fields():
         ('"`bf16=True`"', "true", "[some-error]: fix must be a non-empty string"),
         ("kind =", 'general = "yes"\nkind =', "[some-error]: general must be true or false"),
         ('"warning"', '"fatal"', "[some-error]: kind must be one of error, launcher, warning, got 'fatal'"),
-        ("link =", "lnik =", "[some-error]: lnik is not a field; expected package, messages, cause, fix, kind, link, general"),
+        (
+            "link =",
+            "lnik =",
+            "[some-error]: lnik is not a field; expected package, messages, cause, fix, kind, link, general",
+        ),
         ("[some-error]\n", "some-error = 1\n[other]\n", "[some-error]: must be a table"),
         ("[some-error]\n", "[some-error\n", "known_errors.toml is not TOML: "),
         ("[some-error]\n", "[some-error]\n[some-error]\n", "known_errors.toml is not TOML: "),
