@@ -86,19 +86,33 @@ def page() -> str:
                     described="Ratios of time, memory and bytes by size, in six series.",
                 ),
                 "",
+                "## Rollouts of larger models",
+                "",
+                "Stock TRL rolls out in the dtype of the weights, and the safe trainers in that of training. With "
+                "float32",
+                "weights and `bf16=True` this saves time on models that are not tiny, because autocast keeps its "
+                "casts of",
+                "frozen weights (`keep_frozen_casts`). Where a layer takes less time than its casts, it costs time;",
+                '`rollout_compute="stock"` avoids it. Towers run once for equal images (`share_media_features`). '
+                "Eight",
+                "completions of each prompt:",
+                "",
+                *_rollouts(parts["rollouts"]),
+                "",
                 "## What takes the time",
                 "",
                 "| part | share | to leave it out |",
                 "|---|---|---|",
                 f"| metrics of the rollout | most of a GRPO step's additional time; without it {min(without):.2f} to "
                 f"{max(without):.2f} | `precision_metrics=False` |",
-                '| sampling under autocast | almost nothing | `rollout_compute="stock"` |',
+                '| sampling under autocast | see above | `rollout_compute="stock"` |',
                 "| casts at boundaries and of media, detection of skipped steps | the rest | – |",
                 f"| construction | {min(map(median, built)):.2f} to {max(map(median, built)):.2f} of stock, about "
                 "0.01 ms for each "
                 "tensor | – |",
                 f"| import | {median(parts['import']['two trainers']['time']):.2f} of stock | – |",
-                "| trial with one sample image at construction | 0.1 to 0.3 s here | `media_trial=False` |",
+                "| trial with one sample image at construction | one forward pass, more than half of what "
+                "construction adds to a tiny vision-language model | `media_trial=False` |",
                 "",
                 "## Targets",
                 "",
@@ -144,6 +158,10 @@ def tables_page() -> str:
         "## By trainer",
         "",
         *_table(parts["cells"], "family, trainer, kind"),
+        "",
+        "## Rollouts of larger models",
+        "",
+        *_table(parts["rollouts"], "family, trainer, kind, weights, hidden size, new tokens"),
         "",
         "## Optional parts",
         "",
@@ -196,6 +214,15 @@ def _table(points: Mapping[str, Any], heading: str) -> Iterator[str]:
     yield "|---" * (len(names) + 1) + "|"
     for point, found in points.items():
         yield f"| {point} | " + " | ".join(spread(found[n]) if n in found else "" for n in names) + " |"
+
+
+def _rollouts(points: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a table of the steps of GRPO on models of real proportions."""
+    yield "| model, kind, weights, hidden size, new tokens | CPU time of a step | peak of tensor memory |"
+    yield "|---|---|---|"
+    for point, found in points.items():
+        name = point.replace(" grpo", "").removesuffix(" tokens")
+        yield f"| {name} | {spread(found['step'])} | {median(found['peak']):.2f} |"
 
 
 def _metrics() -> list[str]:
