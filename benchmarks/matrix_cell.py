@@ -169,7 +169,7 @@ def judge_error(error: Exception, built: bool, outcome: Outcome) -> None:
             outcome.ids = [problem.id for problem in error.problems]
         return
     last = traceback.extract_tb(error.__traceback__)[-1]
-    place = last.filename.rpartition("site-packages/")[2]
+    place = last.filename.rpartition("site-packages/")[2].removeprefix(f"{Path(__file__).parents[1]}/")
     outcome.outcome, outcome.message = "crashed", " ".join(text.split())[:300]
     outcome.frame = f"{place}:{last.lineno} in {last.name}"
 
