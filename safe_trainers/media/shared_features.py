@@ -8,6 +8,7 @@ order of summation for another number of images, so each combination of shapes i
 import copy
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from .inputs import MediaInputs
 logger = logging.getLogger(__name__)
 
 SAMPLED = 64
-"""Values of an image that are compared first, to find candidates for equal images."""
+"""Values of an image, or of its first patch, that are compared first, to find candidates for equal images."""
 LIMIT = 256
 """Largest number of combinations of shapes that are computed both ways; others are never shared."""
 
@@ -213,22 +214,21 @@ def find_repeats(arguments: Mapping[str, Any], key: str) -> Repeats | None:
     number = len(sizes)
     if number < 2 or any(other.shape[0] not in (number, media.shape[0]) for other in others.values()):
         return None
-    images = media.split(sizes)
-    rows = [
-        [other.split(sizes if other.shape[0] == media.shape[0] else [1] * number)[index] for other in others.values()]
-        for index in range(number)
-    ]
-    step = max(1, images[0].numel() // SAMPLED)
-    prints = [tuple(image.detach().flatten()[::step].tolist()) for image in images]
+    parts = [media, *others.values()]
+    ones = [1] * number
+    pieces = [part.split(sizes if part.shape[0] == media.shape[0] else ones) for part in parts]
+    images = list(zip(*pieces, strict=True))  # of each image, its entries of the media tensor and of the others
+    flat = media.detach().flatten(1)
+    sampled = flat[:, :: max(1, flat.shape[1] // SAMPLED)].tolist()
+    starts = [0, *itertools.accumulate(sizes)]
     kinds: list[int] = []
     distinct: list[int] = []
     first: dict[Any, list[int]] = {}
     for index, image in enumerate(images):
-        candidates = first.setdefault((image.shape, prints[index]), [])
+        # Of patches, those of the first entry of an image are compared first.
+        candidates = first.setdefault((sizes[index], *sampled[starts[index]]), [])
         for candidate in candidates:
-            if torch.equal(image, images[distinct[candidate]]) and all(
-                torch.equal(own, other) for own, other in zip(rows[index], rows[distinct[candidate]], strict=True)
-            ):
+            if all(map(torch.equal, image, images[distinct[candidate]])):
                 kinds.append(candidate)
                 break
         else:
