@@ -105,7 +105,8 @@ def wrong() -> str:
         [
             "- `Attempting to unscale FP16 gradients.`: trained weights are float16. A safe trainer trains them in "
             "float32.",
-            f"- [`{mean.key}`](docs/metrics.md) {mean.look}: {mean.cause}.",
+            f"- `{mean.key}` {mean.look}: the sampler does not sample what the trainer scores. "
+            "[What to write](docs/metrics.md#precisionlogp_mismatch_mean).",
             "- Anything else: `safe-trainers explain train.log`, or [by symptom](docs/troubleshooting.md).",
         ]
     )

@@ -77,8 +77,8 @@ def metrics_page() -> str:
     """Returns `metrics.md`."""
     found, measured = runs(), results("metric_runs")
     limited = [metric for metric in metrics().values() if metric.look]
-    order = ["logp_mismatch_ulp", "seq_ess", "skipped_steps", "loss_scale", "update_lost_frac", "stalled_params",
-             "sync_lost_frac", "grad_zero_frac", "unrewarded_frac", "unscored_frac"]  # fmt: skip
+    order = ["logp_mismatch_mean", "logp_mismatch_ulp", "seq_ess", "skipped_steps", "loss_scale", "update_lost_frac",
+             "stalled_params", "sync_lost_frac", "grad_zero_frac", "unrewarded_frac", "unscored_frac"]  # fmt: skip
     first = [metrics()[name] for name in order] + [metric for metric in limited if metric.name not in order]
     lines = [
         "# Metrics: what is normal",
