@@ -105,8 +105,9 @@ def wrong() -> str:
         [
             "- `Attempting to unscale FP16 gradients.`: trained weights are float16. A safe trainer trains them in "
             "float32.",
-            f"- `{mean.key}` {mean.look}: the sampler does not sample what the trainer scores. Stop; the "
-            "run's warning `mismatch-is-not-rounding` names the cause. "
+            f"- `{mean.key}` {mean.look}: the sampler does not sample what the trainer scores. Stop, and "
+            "apply the `fix` of the run's warning `mismatch-is-not-rounding`; without one, write "
+            "`precision='fp16'`. "
             "[What to write](docs/metrics.md#precisionlogp_mismatch_mean).",
             "- Anything else: `safe-trainers explain train.log`, or [by symptom](docs/troubleshooting.md).",
         ]
