@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from docutils.nodes import make_id
 
 from safe_trainers.explain.known_errors import upstream_entries
 from safe_trainers.explain.metrics import metrics
@@ -207,7 +208,7 @@ def test_a_search_finds_messages_at_their_anchors(site, browser):
     for entry in list(upstream_entries().values())[::6]:
         fixed = max(re.split("…", entry.messages[0]), key=len)
         found = results(page, site[1], fixed.strip(" `"))[:3]
-        if not any(leads_to(link, f"errors.html#{entry.id}") for link in found):
+        if not any(leads_to(link, f"errors.html#{make_id(entry.id)}") for link in found):
             missed.append((fixed, found))
     page.close()
     assert missed == []
