@@ -161,10 +161,18 @@ def _map_output(function: Callable[[torch.Tensor], torch.Tensor], output: Mappin
     """Applies `map_floating` to a mapping, which may be a `ModelOutput` with additional attributes."""
     entries: dict[str, Any] = {**dict(output), **getattr(output, "__dict__", {})}
     changed = {name: new for name, old in entries.items() if (new := map_floating(function, old)) is not old}
-    if not changed:
-        return output
+    return with_entries(output, changed) if changed else output
+
+
+def with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a copy of a mapping with other entries.
+
+    Args:
+        output: The mapping, which may be a `ModelOutput` with additional attributes; not modified.
+        entries: The new keys and attributes by name.
+    """
     copied: Any = copy.copy(output)
-    for name, new in changed.items():
+    for name, new in entries.items():
         if name in output:
             copied[name] = new
         else:

@@ -5,7 +5,6 @@ no gradient flows into the tower, and, by default, only if the features are bit-
 order of summation for another number of images, so each combination of shapes is computed both ways once.
 """
 
-import copy
 import functools
 import inspect
 import itertools
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..boundaries.cast_hooks import with_entries
 from ..core.feature import Feature, Run
 from ..core.patches import replace
 from ..model.parts import FEATURE_METHODS, find_parts
@@ -75,8 +75,8 @@ class _Call:
         return {name: value for name, value in bound.arguments.items() if name not in self.kwargs} | self.kwargs
 
     def shapes(self) -> tuple[Any, ...]:
-        values = (*self.args, *self.kwargs.values())
-        return tuple((value.shape, value.dtype) for value in values if isinstance(value, torch.Tensor))
+        """Returns the shapes and dtypes of tensors, and other arguments as text: they may change the result's form."""
+        return (*map(_shape, self.args), *((name, _shape(value)) for name, value in self.kwargs.items()))
 
     def selected(self, repeats: Repeats) -> "_Call":
         """Returns the call for the distinct images only."""
@@ -192,6 +192,13 @@ class SharedFeatures(Feature):
         return any(decision.plan is not None for decision in self._decisions.values())
 
 
+def _shape(value: Any) -> Any:
+    """Returns shape and dtype of a tensor, a plain value as text, and the type of any other object."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    return repr(value) if isinstance(value, (bool, int, float, str, list, tuple, type(None))) else type(value)
+
+
 def find_repeats(arguments: Mapping[str, Any], key: str) -> Repeats | None:
     """Finds the equal images in the arguments of a feature method.
 
@@ -290,15 +297,7 @@ def _expand(value: Any, plan: Any, repeats: Repeats) -> Any:
     expanded = {name: _expand(entry, plan[name], repeats) for name, entry in (_entries(value) or {}).items()}
     if isinstance(value, (list, tuple)):
         return type(value)(*expanded.values()) if hasattr(value, "_fields") else type(value)(expanded.values())
-    if type(value) is dict:
-        return expanded
-    copied = copy.copy(value)
-    for name, entry in expanded.items():
-        if name in value:
-            copied[name] = entry
-        else:
-            setattr(copied, name, entry)
-    return copied
+    return with_entries(value, expanded)
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:

@@ -150,3 +150,16 @@ def test_patches_belong_to_the_images_of_their_grids():
     assert (repeats.sizes, repeats.distinct, repeats.kinds) == ((4, 8, 4), (0, 1), (0, 1, 0))
     grid = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 4, 1]])  # the same patches in another arrangement
     assert find_repeats({"pixel_values": patches, "image_grid_thw": grid}, "pixel_values") is None
+
+
+def test_another_argument_of_the_method_is_decided_on_its_own():
+    """`vision_feature_layer` of LLaVA selects what is computed."""
+    trainer = build(Cell("llava", "grpo", "bf16", "bf16", lora=True), "identical")
+    feature = trainer._run.feature(SharedFeatures)
+    model = trainer.model.get_base_model().model
+    side = model.config.vision_config.image_size
+    images = torch.rand(1, 3, side, side).bfloat16().expand(3, -1, -1, -1)
+    with torch.no_grad():
+        for layer in (-1, -2, -1, -2):
+            model.get_image_features(images, vision_feature_layer=layer)
+    assert (feature.seen, feature.computed) == (12, 3 + 3 + 1 + 1)
