@@ -352,26 +352,28 @@ def _yaml_string(text: str) -> str:
 
 def _setting_as_yaml(code: str) -> str:
     """Converts `key=literal` to YAML; any other code is returned unchanged."""
-    key, _, written = code.partition("=")
-    if not key.isidentifier():
-        return code
-    try:
-        value = ast.literal_eval(written)
-    except (ValueError, SyntaxError):
-        return code
-    return f"{key}: {yaml_value(value)}"
+    key, written, value = _parse_setting(code)
+    return code if written is None else f"{key}: {yaml_value(value)}"
 
 
 def _setting_as_option(code: str) -> str:
     """Converts `key=literal` to an option; any other code is returned unchanged."""
+    key, written, value = _parse_setting(code)
+    if written is None:
+        bare = code.removesuffix("=")
+        return f"--{bare}" if bare.isidentifier() else code
+    return f"--{key} {option_value(value)}"
+
+
+def _parse_setting(code: str) -> tuple[str, str | None, Any]:
+    """Returns key, literal and value of `key=literal`; the literal is `None` for any other code."""
     key, _, written = code.partition("=")
     if not key.isidentifier():
-        return code
+        return key, None, None
     try:
-        value = ast.literal_eval(written)
+        return key, written, ast.literal_eval(written)
     except (ValueError, SyntaxError):
-        return code if written else f"--{key}"
-    return f"--{key} {option_value(value)}"
+        return key, None, None
 
 
 def nearest(value: str, accepted: Iterable[str], similarity: float = 0.6) -> str | None:
