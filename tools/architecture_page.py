@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import fragments
 import house
 
 
@@ -96,11 +97,4 @@ PARTS = {"packages": packages_table, "ways": ways_table}
 
 def architecture_page() -> str:
     """The page with its generated parts up to date."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, make in PARTS.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        before, found, rest = text.partition(begin)
-        if not found or end not in rest:
-            raise ValueError(f"{PAGE.name} needs the lines {begin} and {end}")
-        text = f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
-    return text
+    return fragments.fill(f"docs/{PAGE.name}", PARTS)

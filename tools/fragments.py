@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,21 @@ def filled(page: str) -> str:
     Raises:
         ValueError: If the page lacks the lines between which a part is written.
     """
+    return fill(page, PARTS[page])
+
+
+def fill(page: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """Returns a page with some parts written again.
+
+    Args:
+        page: Its path in the repository.
+        parts: The functions that make the parts, by name.
+
+    Raises:
+        ValueError: If the page lacks the lines between which a part is written.
+    """
     text = (ROOT / page).read_text(encoding="utf-8")
-    for name, make in PARTS[page].items():
+    for name, make in parts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         before, found, rest = text.partition(begin)
         if not found or end not in rest:
