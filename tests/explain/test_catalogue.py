@@ -500,7 +500,7 @@ def file_not_found():
 
 
 def file_not_permitted():
-    raise PermissionError(13, "Permission denied", "/root/.cache/huggingface")  # tests can run as root
+    raise PermissionError(13, "Permission denied", "/home/user/.cache/huggingface")  # tests can run as root
 
 
 def no_kernel_for_dtype():
