@@ -26,6 +26,10 @@ def build(cell, shared, lora=TEXT_ONLY, **changes):
     return cells.SAFE[cell.task](**made)
 
 
+def sharing_of(trainer):
+    return trainer._run.feature(SharedFeatures)
+
+
 def train(trainer):
     """Trains, and returns the losses, the weights, and the numbers of images that towers were run on."""
     images = []
@@ -50,7 +54,7 @@ def test_a_run_has_the_same_bits_with_fewer_images(family):
     trainer = build(cell, "identical")
     *on, few = train(trainer)
     assert on == off
-    feature = trainer._run.feature(SharedFeatures)
+    feature = sharing_of(trainer)
     assert feature.refused == []
     assert sum(few) < 0.75 * sum(every)  # shapes that are new in this short run are computed both ways
     assert feature.computed < feature.seen
@@ -97,7 +101,7 @@ def test_features_that_are_not_bit_identical_are_not_shared():
             lambda module, args, output: output * (1 + 0.01 * len(output))
         )
         *_, images = train(trainer)
-        feature = trainer._run.feature(SharedFeatures)
+        feature = sharing_of(trainer)
         assert images[-1] == computed
         assert bool(feature.refused) is (shared == "identical")
         assert all("not bit-identical" in reason for reason in feature.refused)
@@ -155,7 +159,7 @@ def test_patches_belong_to_the_images_of_their_grids():
 def test_another_argument_of_the_method_is_decided_on_its_own():
     """`vision_feature_layer` of LLaVA selects what is computed."""
     trainer = build(Cell("llava", "grpo", "bf16", "bf16", lora=True), "identical")
-    feature = trainer._run.feature(SharedFeatures)
+    feature = sharing_of(trainer)
     model = trainer.model.get_base_model().model
     side = model.config.vision_config.image_size
     images = torch.rand(1, 3, side, side).bfloat16().expand(3, -1, -1, -1)
