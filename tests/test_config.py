@@ -43,7 +43,7 @@ def test_the_config_is_trls_with_the_precision_settings(config):
         "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor", "loss_scale_backoff_factor",
         "max_consecutive_skips", "overflow_probe_steps", "keep_frozen_casts", "media_trial", "precision_metrics",
         "sync_lost_limit",
-        "precision_report", "adapter_sync", "rollout_correction", "old_logps", "share_media_features",
+        "precision_report", "profile", "adapter_sync", "rollout_correction", "old_logps", "share_media_features",
     }  # fmt: skip
 
 

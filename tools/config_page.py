@@ -30,6 +30,7 @@ CHANGES = {
     "keep_frozen_casts": "no",
     "precision_metrics": "no",
     "precision_report": "no",
+    "profile": "no",
     "save_dtype": "only saved weights",
 }
 """Whether a setting changes a loss, a gradient or a weight. A test compares the names with the settings."""
@@ -41,6 +42,7 @@ PAGES = {
     "rollout_correction": "rollouts", "old_logps": "rollouts", "sync_lost_limit": "vllm",
     "adapter_sync": "vllm", "media_trial": "media", "share_media_features": "media",
     "keep_frozen_casts": "cost", "precision_metrics": "metrics", "precision_report": "how-it-works",
+    "profile": "cost",
     "save_dtype": "checkpoints",
 }  # fmt: skip
 """The page about each setting."""

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from . import phase_clock
 from .coverage import SafetyContract
 from .errors import PrecisionWarning, Problem
+from .phase_clock import PhaseClock
 
 
 if TYPE_CHECKING:
@@ -26,6 +28,15 @@ if TYPE_CHECKING:
 _FeatureT = TypeVar("_FeatureT", bound="Feature")
 _LIBRARIES = ("safe_trainers", "trl", "transformers", "accelerate", "torch", "contextlib", "functools")
 """Packages whose lines a warning never points to."""
+_PHASES = {
+    "around_batch": phase_clock.BATCH,
+    "around_rollout": phase_clock.ROLLOUT,
+    "around_scoring": phase_clock.SCORING,
+    "around_rewards": phase_clock.REWARDS,
+    "around_loss": phase_clock.LOSS,
+    "around_evaluation": phase_clock.EVALUATION,
+}
+"""The phase of the method of TRL inside each around-hook."""
 
 
 class Feature:
@@ -227,6 +238,7 @@ class Run:
         joins_features: Whether the model concatenates features before it casts them itself.
         media_trial: The result of the trial with a sample image or sound; `None` if the run needs none.
         model_is_live: Whether the user passed a model, not the name of one.
+        clock: Measures the phases of a step; `None` unless the run is profiled.
     """
 
     args: Any
@@ -248,6 +260,7 @@ class Run:
         self.casts_late = self.joins_features = False
         self.model_is_live = False
         self.media_trial: Any = None
+        self.clock: PhaseClock | None = None
         self._model: Any = None
         self._by_hook: dict[str, tuple[Feature, ...]] = {}
         self._warned: set[str] = set()
@@ -345,19 +358,38 @@ class Run:
 
     # ---- For the trainer ----
 
-    def around(self, hook: str, call: Callable[[], Any]) -> Any:
+    def around(self, hook: str, call: Callable[[], Any], phase: str | None = None) -> Any:
         """Runs a call inside an around-hook of all features.
 
         Args:
             hook: Name of the hook.
             call: The innermost call.
+            phase: The phase of the innermost call, if it is not the hook's usual one.
 
         Returns:
             The result of the outermost feature.
         """
+        if self.clock is not None:
+            call = partial(self.in_phase, phase or _PHASES[hook], call)
         for feature in reversed(self.having(hook)):
             call = partial(getattr(feature, hook), call)
-        return call()
+        return call() if self.clock is None else self.in_phase(phase_clock.FEATURES, call)
+
+    def in_phase(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Runs a call as a phase, if the run is profiled.
+
+        Args:
+            name: One of `phase_clock.PHASES`.
+            call: The call.
+            *args: Its arguments.
+
+        Returns:
+            The result of the call.
+        """
+        if self.clock is None:
+            return call(*args)
+        with self.clock.phase(name):
+            return call(*args)
 
     def tell(self, hook: str, *args: Any) -> None:
         """Calls a hook of all features.
@@ -367,7 +399,30 @@ class Run:
             *args: Its arguments.
         """
         for feature in self.having(hook):
-            getattr(feature, hook)(*args)
+            self.in_phase(phase_clock.FEATURES, getattr(feature, hook), *args)
+
+    def through(self, hook: str, value: Any) -> Any:
+        """Passes a value through a hook of all features, outermost first, and returns the last result.
+
+        Args:
+            hook: Name of the hook, which takes and returns the value.
+            value: The value.
+        """
+        for feature in self.having(hook):
+            value = self.in_phase(phase_clock.FEATURES, getattr(feature, hook), value)
+        return value
+
+    def metrics(self, logs: Mapping[str, float], mode: str) -> dict[str, float]:
+        """Returns the metrics that the features add to a log, each of which sees those of the features before it.
+
+        Args:
+            logs: The logged metrics.
+            mode: `"train"` or `"eval"`.
+        """
+        added: dict[str, float] = {}
+        for feature in self.having("on_log"):
+            added |= self.in_phase(phase_clock.FEATURES, feature.on_log, {**logs, **added}, mode)
+        return added
 
     def having(self, hook: str) -> tuple[Feature, ...]:
         """Returns the features that override a hook, in their order.

@@ -160,6 +160,9 @@ class PrecisionSettings:
         precision_report: `"log"` writes the precision report as `precision_report.json` into `output_dir` after the
             first optimizer step, and prints a summary of at most 25 lines to standard error; `"full"` prints all of
             it; `"file"` prints nothing; `"off"` makes none unless `trainer.precision.report` is read.
+        profile: Whether the time of each phase of a step (rollout, rewards, scoring, reference, loss, backward pass,
+            optimizer, this package) is measured: logged as `profile/...` in seconds per optimizer step, printed at the
+            end, and written to `profile.json` in `output_dir`. On a GPU, each change of phase waits for the device.
         save_dtype: Dtype in which `save_model` writes: `"float32"`, `"bfloat16"` or `"float16"`; by default the
             dtype of each weight. Checkpoints always store the trained values exactly.
     """
@@ -226,6 +229,9 @@ class PrecisionSettings:
     precision_report: str = field(
         default=LOG,
         metadata={"help": "How the precision report is printed: log (a summary), full, file (not printed) or off."},
+    )
+    profile: bool = field(
+        default=False, metadata={"help": "Whether the time of each phase of a step is measured, logged and printed."}
     )
     save_dtype: str | None = field(
         default=None,

@@ -24,7 +24,7 @@ from ..policy.distributed import Engine, engine_copies
 from ..policy.resolve import PrecisionPolicy
 from ..policy.settings import ALWAYS
 from ..rollout.alignment import RolloutAlignment
-from ..rollout.kept_casts import KeptCasts, frozen_weights
+from ..rollout.kept_casts import KeptCasts, float32_matrices, frozen
 from ..weights.cast import grouped
 from ..weights.quantized_layers import AS_LOADED, IN_FLOAT32, layer_of
 from .contract_watch import broken_guarantees
@@ -353,7 +353,9 @@ def _megabytes(nbytes: int) -> str:
 def _frozen_in_float32(run: Run) -> Iterator[Problem]:
     """Notes the memory of frozen float32 matrices of which autocast computes with rounded copies."""
     autocast = run.policy.autocast.value
-    nbytes = 0 if autocast is None else sum(4 * weight.numel() for weight in frozen_weights(unwrap(run.model)))
+    nbytes = (
+        0 if autocast is None else sum(4 * weight.numel() for weight in frozen(float32_matrices(unwrap(run.model))))
+    )
     if nbytes:
         text = f"{_megabytes(nbytes)} of frozen float32 matrices compute in {autocast}; stored in it, they take half"
         by_name = Fix(settings=(("model_init_kwargs", {"dtype": autocast}),))

@@ -7,8 +7,9 @@ values are the same. The stored casts are freed at the end, before the loss is c
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -34,6 +35,7 @@ class KeptCasts(Feature):
         super().__init__(run)
         self.nbytes = 0
         self._scored: Any = None
+        self._matrices: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
 
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
         """Remembers the model that is scored: the policy or the reference model."""
@@ -59,10 +61,13 @@ class KeptCasts(Feature):
         compiled = getattr(run.args, "torch_compile", False)  # a changed `requires_grad` would compile the model again
         if not run.settings.keep_frozen_casts or run.policy.autocast.value is None or run.sharded or compiled:
             return contextlib.nullcontext()
-        weights = frozen_weights(unwrap(model))
+        base = unwrap(model)
+        if base not in self._matrices:
+            self._matrices[base] = float32_matrices(base)
+        weights = frozen(self._matrices[base])
         nbytes = sum(weight.numel() for weight in weights) * 2
         device = run.accelerator.device
-        if nbytes > spare_memory(device):
+        if nbytes and nbytes > spare_memory(device):
             return contextlib.nullcontext()
         self.nbytes = max(self.nbytes, nbytes)
         return casts_kept(weights, device)
@@ -89,8 +94,8 @@ def casts_kept(weights: list[nn.Parameter], device: torch.device) -> Iterator[No
             weight.requires_grad = False
 
 
-def frozen_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the frozen float32 matrices of a model, whose casts autocast does not store.
+def float32_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the float32 matrices of a model, of which autocast makes casts, and stores those of trainable ones only.
 
     Args:
         model: The model, without wrappers.
@@ -98,11 +103,13 @@ def frozen_weights(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for parameter in model.parameters()
-        if type(parameter) is nn.Parameter
-        and not parameter.requires_grad
-        and parameter.dtype == torch.float32
-        and parameter.ndim > 1
+        if type(parameter) is nn.Parameter and parameter.dtype == torch.float32 and parameter.ndim > 1
     ]
+
+
+def frozen(weights: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns the weights that do not require gradients."""
+    return [weight for weight in weights if not weight.requires_grad]
 
 
 def spare_memory(device: torch.device) -> int:

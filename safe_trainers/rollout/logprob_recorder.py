@@ -8,6 +8,7 @@ penalties and suppressed tokens, which would add differences that are not due to
 Recording changes neither the sampled tokens nor the state of any random generator.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -111,8 +112,12 @@ def takes_recording(model: Any) -> bool:
         model: The model, without wrappers of adapters and engines.
     """
     generate = getattr(model, "generate", None)
-    if generate is None:
-        return False
+    return generate is not None and _accepts_recording(getattr(generate, "__func__", generate))
+
+
+@functools.cache
+def _accepts_recording(generate: Callable[..., Any]) -> bool:
+    """Whether a `generate` has the argument, or passes on arguments that it does not have."""
     parameters = inspect.signature(generate).parameters
     return ARGUMENT in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

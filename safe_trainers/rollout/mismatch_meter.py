@@ -211,21 +211,13 @@ class MismatchMeter(Feature):
         if not isinstance(rewards, torch.Tensor) or rewards.dim() not in (1, 2):
             self._log_once("this trainer does not return rewards as a tensor", f"{UNREWARDED} is")
             return rewards
-        columns = rewards.unsqueeze(1) if rewards.dim() == 1 else rewards
+        columns = rewards.detach().cpu()  # one transfer for all checks
+        columns = columns.unsqueeze(1) if columns.dim() == 1 else columns
         names = getattr(self.run.trainer, "reward_func_names", None) or ()
         names = list(names) if len(names) == columns.shape[1] else []
-        infinite = columns.isinf()
-        if infinite.any() and getattr(self.run.trainer, "reward_clip_range", None) is None:  # else TRL clips them
-            known = names or ["the reward functions"] * columns.shape[1]
-            found = [(name, int(n)) for name, n in zip(known, infinite.sum(0).tolist(), strict=True) if n]
-            given = ", ".join(f"{n} of {len(rewards)} rewards of {name} are infinite" for name, n in found)
-            self._infinite = refuse("infinite-rewards", given, function=found[0][0])
-            if not self._in_batch:
-                raise PrecisionError([self._infinite])
-        elif not infinite.any():
-            self._check_spread(columns)
+        self._check_rewards(columns, names)
         if self.run.settings.precision_metrics:
-            missing = columns.isnan().cpu()
+            missing = columns.isnan()
             counted = {"": missing.all(1)}
             if not names:
                 self._log_once("this trainer does not name its reward functions", f"{UNREWARDED}/<function> is")
@@ -234,6 +226,24 @@ class MismatchMeter(Feature):
             for name, column in counted.items():  # one value per completion, so that TRL's mean weighs them equally
                 self.run.log_metric(f"{UNREWARDED}{name}", column.double().tolist())
         return rewards
+
+    def _check_rewards(self, rewards: torch.Tensor, names: list[str]) -> None:
+        """Refuses rewards, (N, F), that are infinite, or whose standard deviation overflows float32."""
+        weights: Any = getattr(self.run.trainer, "reward_weights", None)
+        applies = weights is not None and len(weights) == rewards.shape[1]  # else the trainer returns their sum
+        total = (rewards * weights.to(rewards.device) if applies else rewards).nansum(1)
+        if (rewards.nansum(1).square() + total.square()).sum().isfinite():
+            return  # then every reward is finite, and the squares of every group's spread are below this sum
+        infinite = rewards.isinf()
+        if not infinite.any():
+            self._check_spread(total)
+        elif getattr(self.run.trainer, "reward_clip_range", None) is None:  # else TRL clips them
+            known = names or ["the reward functions"] * rewards.shape[1]
+            found = [(name, int(n)) for name, n in zip(known, infinite.sum(0).tolist(), strict=True) if n]
+            given = ", ".join(f"{n} of {len(rewards)} rewards of {name} are infinite" for name, n in found)
+            self._infinite = refuse("infinite-rewards", given, function=found[0][0])
+            if not self._in_batch:
+                raise PrecisionError([self._infinite])
 
     def _check_advantages(self, batch: Any, refusal: Problem) -> None:
         """Refuses a batch with an infinite reward, unless TRL gave its group, or the batch, no advantage at all."""
@@ -245,16 +255,12 @@ class MismatchMeter(Feature):
             raise PrecisionError([refusal])
         self.run.warn_once(warn("infinite-rewards-ignored", refusal.what))
 
-    def _check_spread(self, rewards: torch.Tensor) -> None:
-        """Refuses rewards, (N, F), whose standard deviation overflows float32, if TRL divides by it."""
+    def _check_spread(self, total: torch.Tensor) -> None:
+        """Refuses sums of rewards, (N,), whose standard deviation overflows float32, if TRL divides by it."""
         trainer: Any = self.run.trainer
-        scale = getattr(trainer, "scale_rewards", "none")
+        scale, size = getattr(trainer, "scale_rewards", "none"), getattr(trainer, "num_generations", 0)
         if scale in ("none", False):
             return
-        weights = getattr(trainer, "reward_weights", None)
-        if weights is not None and len(weights) == rewards.shape[1]:  # else the trainer returns their sum
-            rewards = rewards * weights.to(rewards.device)
-        total, size = rewards.nansum(1), getattr(trainer, "num_generations", 0)
         size = size if size and scale != "batch" and len(total) % size == 0 else len(total)
         groups = total.view(-1, size)
         if not (groups - groups.mean(1, keepdim=True)).square().sum(1).isfinite().all():

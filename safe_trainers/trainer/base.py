@@ -5,6 +5,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from ..core.device import Device, detect_device
 from ..core.dtypes import HALVES, to_torch
 from ..core.errors import PrecisionError, raise_if, refuse
 from ..core.feature import Run
+from ..core.phase_clock import BACKWARD, BATCH
 from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts, takes_media
 from ..media.inputs import MediaInputs
 from ..model.inventory import ModelInventory, take_inventory
@@ -138,10 +140,12 @@ class PrecisionBase(Trainer):
         Returns:
             A new mapping of the same type; `inputs` is not changed.
         """
-        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
-        for feature in self._run.having("on_inputs"):
-            prepared = feature.on_inputs(prepared)
-        return prepared
+        prepared: dict[str, Any] = self._run.in_phase(BATCH, super()._prepare_inputs, inputs)
+        return self._run.through("on_inputs", prepared)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the gradients of a batch. What is neither inputs nor loss in it is the backward pass."""
+        return self._run.in_phase(BACKWARD, partial(super().training_step, **kwargs), *args)
 
     def _prepare_input(self, data: Any) -> Any:
         """Prepares a part of a batch; some trainers call this method directly and skip `_prepare_inputs`."""

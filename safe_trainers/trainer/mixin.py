@@ -22,6 +22,7 @@ from ..checkpoint.mixin import ExactCheckpoints
 from ..checkpoint.trainer_state import TrainerState
 from ..core.errors import ContractError, raise_if
 from ..core.feature import Feature, Run
+from ..core.phase_clock import OPTIMIZER
 from ..core.trl import trl_bases
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
@@ -31,6 +32,7 @@ from ..numerics.overflow_probe import OverflowProbe
 from ..numerics.step_monitor import StepMonitor
 from ..policy import distributed
 from ..report.contract_watch import ContractWatch
+from ..report.profiler import Profiler, scoring_phase
 from ..report.reporter import Reporter
 from ..rollout.alignment import RolloutAlignment
 from ..rollout.correction import RolloutCorrection
@@ -67,6 +69,7 @@ class PrecisionMixin(ExactCheckpoints):
 
     config_class: ClassVar[type | None] = None
     features: ClassVar[tuple[type[Feature], ...]] = (
+        Profiler,
         MediaInputs,
         SharedFeatures,
         RolloutAlignment,
@@ -192,8 +195,7 @@ class PrecisionMixin(ExactCheckpoints):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes the loss, inside the features' `around_loss`."""
-        for feature in self._run.having("on_loss_inputs"):
-            inputs = feature.on_loss_inputs(inputs)
+        inputs = self._run.through("on_loss_inputs", inputs)
         method = super().compute_loss  # type: ignore[misc]
         return self._run.around("around_loss", partial(method, model, inputs, *args, **kwargs))
 
@@ -228,7 +230,8 @@ class PrecisionMixin(ExactCheckpoints):
         scored = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
         self._run.tell("before_scoring", scored)
         method = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        return self._run.around("around_scoring", partial(method, *args, **kwargs))
+        phase = scoring_phase(self._run, scored.get("model"))
+        return self._run.around("around_scoring", partial(method, *args, **kwargs), phase)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the rewards, inside the features' `around_rewards`."""
@@ -255,8 +258,7 @@ class PrecisionMixin(ExactCheckpoints):
             **kwargs: Passed to `Trainer.log`.
         """
         mode = "train" if "train_loss" in logs else self._run.mode
-        for feature in self._run.having("on_log"):
-            logs.update(feature.on_log(logs, mode))
+        logs.update(self._run.metrics(logs, mode))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -284,6 +286,10 @@ class _Events(TrainerCallback):
     def __init__(self, run: Run, trainer_state: TrainerState) -> None:
         self._run, self._trainer_state = run, trainer_state
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run.clock is not None:
+            self._run.clock.start()
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer_state.begin_epoch(kwargs.get("train_dataloader"))
 
@@ -291,8 +297,12 @@ class _Events(TrainerCallback):
         self._run.loss_scale.before_step()
         self._run.gradient_norm.before_step()
         self._run.tell("before_step")
+        if self._run.clock is not None:
+            self._run.clock.begin(OPTIMIZER)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run.clock is not None:
+            self._run.clock.end()
         late = self._run.gradient_norm.after_step()
         skipped = self._run.loss_scale.after_step() or late
         self._run.skipped_in_a_row = self._run.skipped_in_a_row + 1 if skipped else 0

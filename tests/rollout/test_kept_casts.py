@@ -167,7 +167,7 @@ def test_nothing_is_kept_if_memory_is_short(monkeypatch):
     """The free memory of the machine is replaced by a small number."""
     cell = Cell("text", "grpo", "fp32", "bf16", lora=True)
     trainer = build(cell, steps=1)
-    needed = sum(weight.numel() * 2 for weight in kept_casts.frozen_weights(trainer.model))
+    needed = sum(weight.numel() * 2 for weight in kept_casts.frozen(kept_casts.float32_matrices(trainer.model)))
     for free, kept in ((2 * needed - 2, 0), (2 * needed, needed)):
         trainer = build(cell, steps=1)
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
@@ -198,7 +198,7 @@ def test_the_report_has_the_bytes_of_frozen_weights_and_the_line_that_halves_the
     trainer.train()
     (note,) = (verdict for verdict in trainer.precision.report.verdicts if "frozen" in verdict.what)
     assert str(note.fix) == "`model_init_kwargs={'dtype': 'bfloat16'}`"
-    stored = sum(4 * weight.numel() for weight in kept_casts.frozen_weights(trainer.model))
+    stored = sum(4 * weight.numel() for weight in kept_casts.frozen(kept_casts.float32_matrices(trainer.model)))
     assert note.what.startswith(f"{stored / 2**20:.1f} MB of frozen float32 matrices compute in bfloat16")
     changes = trainer.precision.report.table("changed from stock").rows
     (change,) = (row for row in changes if "autocast keeps" in str(row[1]))
