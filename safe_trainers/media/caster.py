@@ -6,6 +6,7 @@ batch: the batch's own values may be numbers that the narrower dtype holds exact
 """
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections import Counter
@@ -74,7 +75,12 @@ def takes_media(model: nn.Module, keys: Mapping[str, str]) -> bool:
         keys: Media keys and their feature methods, such as `MEDIA_KEYS`.
     """
     modules = {unwrap(model), *find_parts(model).containers}
-    return any(keys.keys() & inspect.signature(module.forward).parameters.keys() for module in modules)
+    return any(keys.keys() & _arguments_of(getattr(module.forward, "__func__", module.forward)) for module in modules)
+
+
+@functools.lru_cache(maxsize=256)
+def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def count_media(

@@ -51,11 +51,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         model: A model, possibly wrapped.
     """
     while True:
+        children = model._modules  # `hasattr` of an attribute that a module does not have takes 20 times as long
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
-        elif hasattr(model, "_orig_mod"):
+        elif "_orig_mod" in children:
             model = model._orig_mod  # type: ignore[assignment]
-        elif hasattr(model, "get_base_model"):
+        elif "base_model" in children and hasattr(model, "get_base_model"):
             model = model.get_base_model()  # type: ignore[operator]
         else:
             return model

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -37,7 +37,7 @@ def contract_of(
     Returns:
         The contract, with no hook fired.
     """
-    methods = list(_methods(trainer_class))
+    methods = _methods(trainer_class)
     generates = any(name.startswith(("_generate", "generate")) or _GENERATES & names for name, names in methods)
     if not takes_media:
         media = Coverage("media", NOT_APPLICABLE, "the model takes no images or audio")
@@ -73,15 +73,16 @@ def contract_of(
     )
 
 
-def _methods(trainer_class: type) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yields the methods of TRL's and the user's classes, most derived first, each with the names that it uses."""
-    for base in trainer_class.__mro__:
-        if base.__module__.split(".")[0] in {"safe_trainers", "transformers", "builtins"}:
-            continue
-        for name, value in vars(base).items():
-            function = _function(value)
-            if function is not None:
-                yield name, frozenset(_names(function.__code__))
+@functools.lru_cache(maxsize=64)
+def _methods(trainer_class: type) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Returns the methods of TRL's and the user's classes, most derived first, each with the names that it uses."""
+    bases = [
+        base
+        for base in trainer_class.__mro__
+        if base.__module__.split(".")[0] not in {"safe_trainers", "transformers", "builtins"}
+    ]
+    functions = ((name, _function(value)) for base in bases for name, value in vars(base).items())
+    return tuple((name, frozenset(_names(f.__code__))) for name, f in functions if f is not None)
 
 
 def _function(value: Any) -> FunctionType | None:
@@ -102,7 +103,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _prepares_inputs(methods: list[tuple[str, frozenset[str]]]) -> bool:
+def _prepares_inputs(methods: Sequence[tuple[str, frozenset[str]]]) -> bool:
     """Whether batches pass the `_prepare_inputs` below TRL's trainer, or a method calls `_prepare_input` itself."""
 
     def is_replaced(method: str) -> bool:

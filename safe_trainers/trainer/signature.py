@@ -1,8 +1,8 @@
 """Binds a trainer's arguments by name, because their order differs between TRL releases."""
 
+import functools
 import inspect
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 from ..core.trl import trl_bases
@@ -14,7 +14,8 @@ QUANTIZATION = "quantization_config"
 """An argument of trainers since TRL 1.8; older releases read it from `model_init_kwargs`."""
 
 
-def signature_of(classes: Iterable[type]) -> inspect.Signature:
+@functools.lru_cache(maxsize=64)
+def signature_of(classes: tuple[type, ...]) -> inspect.Signature:
     """Returns the signature of the first class whose `__init__` names its arguments.
 
     Classes before it take `*args` and pass them on; their keyword-only arguments are added to the signature.

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..core.dtypes import AUTO, FLOAT32, HALVES, from_torch, to_torch
 from ..core.errors import Problem, raise_if, warn
-from ..model.inventory import ModelInventory, take_inventory
+from ..model.inventory import ModelInventory, declared_method, take_inventory
 from ..model.parts import HEADS, adapter_parameters, elements_of, unwrap
 from ..policy.resolve import PrecisionPolicy
 from . import bitsandbytes as quantization
@@ -102,7 +102,7 @@ def prepare_weights(
     quantized, autocast = None, policy.autocast.value
     compute = quantization.compute_of(autocast, inventory.weights)
     layers: tuple[MeasuredLayers, ...] = ()
-    if quantized_layers.concerns(model):
+    if (is_quantized or declared_method(unwrap(model)) is not None) and quantized_layers.concerns(model):
         layers = quantized_layers.measure(model, compute, autocast, float32=modules)
         problems += quantized_layers.refusals(model, layers, compute, autocast)
     if is_quantized:
