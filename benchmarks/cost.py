@@ -34,7 +34,7 @@ MARGIN = 0.02
 EXACT = ("peak", "media", "moved", "drift")
 """Quantities that are counted and not timed, so that one measurement is exact."""
 
-from cost_runs import Point, construct, counted, timed
+from cost_runs import Point, construct, counted, profiled, timed
 
 
 # ---- What is measured ----
@@ -168,6 +168,21 @@ def measure_rollouts(repetitions: int) -> dict[str, Any]:
     return found
 
 
+def measure_phases(repetitions: int) -> dict[str, Any]:
+    """Measures with `profile=True` how the time of a step divides: seconds by phase, the median over the steps."""
+    found = {}
+    for point in ROLLOUTS:
+        name = " ".join(map(str, point.values())) + " tokens"
+        runs = [profiled(point | {"batch": 8, "steps": 6}) for _ in range(min(repetitions, 3))]
+        steps = [step for run in runs for step in run]
+        phases = dict.fromkeys(phase for step in steps for phase in step)
+        found[name] = {
+            "seconds": {phase: statistics.median(step.get(phase, 0.0) for step in steps) for phase in phases}
+        }
+        progress("phases", name, found[name])
+    return found
+
+
 def measure_sync(repetitions: int) -> dict[str, Any]:
     """Measures the merging of a weight sync without sending, and the drift of the base weights after 100 syncs."""
     import torch
@@ -257,6 +272,7 @@ SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "switches": measure_switches,
     "growth": measure_growth,
     "rollouts": measure_rollouts,
+    "phases": measure_phases,
     "sync": measure_sync,
     "import": measure_import,
     "process": measure_process,
@@ -284,7 +300,7 @@ def leaves(content: Mapping[str, Any], *path: str) -> Iterable[tuple[tuple[str, 
     for name, value in content.items():
         if "ratios" in value:
             yield (*path, name), value
-        else:
+        elif "seconds" not in value:  # the phases of the safe trainers, without stock
             yield from leaves(value, *path, name)
 
 

@@ -154,6 +154,20 @@ def construct(point: Point, safe: bool) -> Any:
     return (cells.SAFE if safe else cells.STOCK)[task](**arguments)
 
 
+def profiled(point: Point) -> list[dict[str, float]]:
+    """Returns the seconds of each phase in each step of a profiled run, without the first two steps."""
+    import cells
+
+    task, arguments = prepared(point)
+    arguments["args"].profile, arguments["args"].logging_steps = True, 1
+    trainer = cells.SAFE[task](**arguments)
+    with quiet():
+        trainer.train()
+    prefix = "profile/"
+    logs = [entry for entry in trainer.state.log_history if any(name.startswith(prefix) for name in entry)]
+    return [{n.removeprefix(prefix): v for n, v in entry.items() if n.startswith(prefix)} for entry in logs[2:]]
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppresses the output of trainers."""

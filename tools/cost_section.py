@@ -99,6 +99,17 @@ def page() -> str:
                 "",
                 *_rollouts(parts["rollouts"]),
                 "",
+                "## The time of your run",
+                "",
+                "`profile: true` in a recipe, `--profile true` of a training command, or `profile=True` in a Safe config "
+                "measures each",
+                "phase of a step: `profile/...` in the log is in seconds per optimizer step, and the table at the end "
+                "is in",
+                "`profile.json` too. On a GPU, each change of phase waits for the device. `safe_trainers` is the work of "
+                "this package",
+                "outside the model; casts inside the model count in the phase in which they run. "
+                "[Measured shares](evidence.md#the-time-of-a-step).",
+                "",
                 "## What takes the time",
                 "",
                 "| part | share | to leave it out |",
@@ -223,6 +234,22 @@ def _rollouts(points: Mapping[str, Any]) -> Iterator[str]:
     for point, found in points.items():
         name = point.replace(" grpo", "").removesuffix(" tokens")
         yield f"| {name} | {spread(found['step'])} | {median(found['peak']):.2f} |"
+
+
+def phases_table(points: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a table of the share of each phase in a step."""
+    phases = [
+        phase
+        for phase in next(iter(points.values()))["seconds"]
+        if max(found["seconds"].get(phase, 0.0) / sum(found["seconds"].values()) for found in points.values()) >= 5e-4
+    ]
+    yield "| model, kind, weights, hidden size, new tokens | ms per step | " + " | ".join(phases) + " |"
+    yield "|---" * (len(phases) + 2) + "|"
+    for point, found in points.items():
+        seconds, name = found["seconds"], point.replace(" grpo", "").removesuffix(" tokens")
+        whole = sum(seconds.values())
+        shares = " | ".join(f"{seconds.get(phase, 0.0) / whole:.1%}" for phase in phases)
+        yield f"| {name} | {whole * 1e3:.0f} | {shares} |"
 
 
 def _metrics() -> list[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import cost_section
 import expected
 import figures
 import fragments
@@ -156,6 +157,12 @@ def page() -> str:
         "[embedded task](tiny_task.md) |",
         f"| How close are sampler and trainer? | – | {_ratio()} | [mismatch](mismatch.md), [vLLM](sampler.md) |",
         f"| What does it cost? | 1 | {_cost()} of the CPU time of a step | [cost](cost.md) |",
+        "",
+        "## The time of a step",
+        "",
+        "GRPO with eight completions of each prompt, measured with `profile=True`:",
+        "",
+        *cost_section.phases_table(fragments.results("cost")["sections"]["phases"]),
         "",
         "## What was not measured",
         "",

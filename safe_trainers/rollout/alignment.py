@@ -24,6 +24,7 @@ from ..policy.settings import NATIVE
 from ..weights.fp32_modules import covers_head
 from ..weights.merged import unmergeable
 from . import native_adapters, vllm, vllm_images
+from .static_cache import asks_for_cache, static_cache_in_one_dtype
 from .weight_sync import METRIC, PATIENCE, AdapterSync, ties_weights
 
 
@@ -238,8 +239,14 @@ class RolloutAlignment(Feature):
         """
         covered = self.run.coverage["rollout"].state == COVERED
         self.run.coverage.fired["rollout"] += covered
-        with self._rollout_context(covered):
+        with self._rollout_context(covered), self._cache_context():
             return call()
+
+    def _cache_context(self) -> contextlib.AbstractContextManager[None]:
+        model = unwrap(self.run.model)
+        if self.run.policy.autocast.value is None or not asks_for_cache(self.run.trainer, model):
+            return contextlib.nullcontext()
+        return static_cache_in_one_dtype(find_parts(model).text)
 
     def _rollout_context(self, covered: bool) -> contextlib.AbstractContextManager[Any]:
         args = self.run.args
