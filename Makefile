@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler every-family evidence docs compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler every-family evidence docs upstream compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -136,6 +136,9 @@ schema: setup ## write the schema of recipes for the installed TRL, which `valid
 
 house: setup ## compare the structure of the package with its targets: imports, counts, the paths of four values
 	@$(BIN)/python tools/house.py
+
+upstream: setup ## run the scripts that show faults of the libraries below: docs/upstream.md (4 minutes)
+	@$(BIN)/python upstream/run.py
 
 compat: setup ## run the core tests with each supported pair of TRL and transformers: docs/versions.md (PAIRS=trl-0.29)
 	@$(BIN)/python tests/compat/run.py $(if $(PAIRS),--pairs $(PAIRS))

@@ -20,6 +20,7 @@ from recipes_page import recipes_page
 from refusals_page import errors_page, refusals_page
 from sampler_page import sampler_page
 from trainers_page import trainers_page
+from upstream_page import upstream_page
 
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +45,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "refusals": refusals_page,
     "sampler": sampler_page,
     "trainers": trainers_page,
+    "upstream": upstream_page,
     "versions": versions_page.page,
 }
 """The generated pages of docs/, by name."""

@@ -45,6 +45,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.training:
+            self.received = number  # libraries may swallow what `end_by` raises; then training ends when it begins
             end_by(number)
         if self.received is None:
             self.received, self._at = number, time.monotonic()

@@ -6,7 +6,7 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback
 
-from .signals import StopSignals
+from .signals import StopSignals, end_by
 
 
 class StopAtStep(TrainerCallback):
@@ -30,10 +30,12 @@ class StopAtStep(TrainerCallback):
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """From here on, signals are recorded."""
+        """From here on, signals are recorded; one that came before, and that a library swallowed, ends the process."""
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             self._group = distributed.new_group(backend="gloo")
         self._signals.training = True
+        if self._signals.received is not None:
+            end_by(self._signals.received)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stops if any process has a signal."""

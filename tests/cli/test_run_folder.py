@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ def begin(*arguments):
     run = subprocess.Popen(
         [*PROGRAM, *COMMAND, "--max_steps", "100000", "--save_strategy", "no", *arguments],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        # A shell without job control ignores SIGINT in what it starts in the background, and children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     end = time.monotonic() + 60
     while not Path("out", LOCK).exists() or not Path("out", LOCK).read_text():

@@ -1,6 +1,7 @@
 """What a training command prints and writes while it runs, and how it ends: real processes, terminals and signals."""
 
 import codecs
+import contextlib
 import fcntl
 import json
 import os
@@ -17,6 +18,9 @@ import time
 
 import pytest
 import yaml
+
+from safe_trainers.cli.signals import StopSignals
+from safe_trainers.cli.stop import StopAtStep
 
 
 RECIPE = {
@@ -287,3 +291,12 @@ def test_a_second_signal_kills_two_processes(start, tmp_path):
     assert run.wait(30) == 130
     assert "Traceback" not in run.text
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_that_a_library_swallows_before_training_ends_it_when_it_begins(number, error):
+    with StopSignals() as signals:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(number)
+        with pytest.raises(error):
+            StopAtStep(signals).on_train_begin(None, None, None)
