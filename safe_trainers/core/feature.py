@@ -192,6 +192,13 @@ class Feature:
         """
         return {}
 
+    def on_finding(self, problem: Problem) -> None:
+        """Called when a feature has found the cause of a fault during training.
+
+        Args:
+            problem: What was found, and what to write instead.
+        """
+
     def on_model_card(self, path: Path) -> None:
         """Called after TRL has written the model card.
 
@@ -233,6 +240,8 @@ class Run:
         features: The features, outermost first.
         scored_at: The step in which the last rollout batch was scored, by mode.
         skipped_in_a_row: Optimizer steps skipped since the last one that was applied.
+        skip_cause: What was found about the last skipped steps; `None` if nothing was, or the last step was applied.
+        findings: What features have found during training, in order.
         loss_scale: The monitor of the loss scale (`numerics.loss_scale.LossScaleWatch`).
         casts_late: Whether an engine (DeepSpeed) casts the weights after the inventory was taken.
         joins_features: Whether the model concatenates features before it casts them itself.
@@ -257,6 +266,8 @@ class Run:
         self.features: tuple[Feature, ...] = ()
         self.scored_at: dict[str, int] = {}
         self.skipped_in_a_row = 0
+        self.skip_cause: Problem | None = None
+        self.findings: list[Problem] = []
         self.casts_late = self.joins_features = False
         self.model_is_live = False
         self.media_trial: Any = None
@@ -355,6 +366,16 @@ class Run:
         if key not in self._warned and self.is_main:
             warnings.warn(str(problem), PrecisionWarning, stacklevel=_level_of_user())
         self._warned.add(key)
+
+    def note(self, problem: Problem) -> None:
+        """Adds a finding to the report of the run.
+
+        Args:
+            problem: What was found, and what to write instead.
+        """
+        if problem not in self.findings:
+            self.findings.append(problem)
+            self.tell("on_finding", problem)
 
     # ---- For the trainer ----
 

@@ -36,6 +36,17 @@ WARNINGS = index(
         "{fix}",
     ),
     Finding(
+        "gradients-overflow-fp16",
+        "the largest float16 is 65,504, and gradients exceed it in the backward pass although the loss is finite. The "
+        "loss scale falls until they fit; below 1 it makes smaller gradients zero.",
+        "{fix}",
+    ),
+    Finding(
+        "gradients-underflow-fp16",
+        "float16 rounds numbers below 3e-8 to zero. Weights before this module get no gradient from these elements.",
+        "{fix}",
+    ),
+    Finding(
         "fp16-on-cpu",
         "accelerate has neither autocast nor a loss scaler for fp16 on this device, and does not report it: the run "
         "computes in the dtype of its weights, {weights}.",
@@ -151,7 +162,7 @@ WARNINGS = index(
         "step-skipped",
         "applying its gradients would make every weight NaN, so this step changes no weight. "
         "`precision/skipped_steps` counts such steps; the run stops after `max_consecutive_skips` in a row.",
-        "look for inf or NaN in the batch of this step",
+        "{fix}",
     ),
     Finding(
         "adapters-are-merged",

@@ -62,6 +62,10 @@ PATCHES: Mapping[str, Patch] = {
         "the trainer's accelerator", ("clip_grad_norm_",), LIFETIME,
         "transformers passes the gradient norm to no hook before the optimizer's step",
     ),
+    "replayed-loss": Patch(
+        "the trainer's accelerator", ("gather", "gather_for_metrics", "reduce"), BLOCK,
+        "TRL gathers metrics of all ranks in a loss; one that is computed again may fail on one rank alone",
+    ),
     "native-adapter": Patch(
         "the engine", ("generate",), LIFETIME, "TRL passes no adapter to the engine",
     ),

@@ -133,8 +133,7 @@ REFUSALS = index(
     Finding(
         "gradients-not-finite",
         "the norm of their gradients is inf or NaN. Such gradients make every weight NaN.",
-        "look for inf or NaN in the data and in the initial weights; `torch.autograd.set_detect_anomaly(True)` shows "
-        "the operation that makes them",
+        "{fix}",
     ),
     Finding(
         "no-step-taken",

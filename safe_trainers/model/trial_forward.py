@@ -56,6 +56,20 @@ class Trial:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Runs a block without gradients and in evaluation mode, and restores what a forward pass may change.
 
+    Args:
+        model: The model that is called in the block.
+    """
+    with restored(model), torch.no_grad():
+        for module in model.modules():
+            # In evaluation mode, bitsandbytes on CPU repacks the weights of a layer permanently.
+            module.training = any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
+        yield
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restores, when a block ends, what a forward pass may change.
+
     That is training mode, buffers, plain attributes such as counters, and the states of random generators of torch,
     Python, NumPy and the model's modules.
 
@@ -70,10 +84,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     device = next(itertools.chain(model.parameters(), model.buffers())).device
     devices = [device] if device.type not in {"cpu", "meta"} else []
     forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-    with forked, _restored_generators(itertools.chain(*(kept.values() for kept in own))), torch.no_grad():
-        for module in modules:
-            # In evaluation mode, bitsandbytes on CPU repacks the weights of a layer permanently.
-            module.training = any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
+    with forked, _restored_generators(itertools.chain(*(kept.values() for kept in own))):
         try:
             yield
         finally:
@@ -83,7 +94,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module._buffers.update({name: held[name] for name in held.keys() & module._buffers.keys()})
                 for buffer in held.values():
                     if buffer is not None and id(buffer) in values and not torch.equal(buffer, values[id(buffer)]):
-                        buffer.copy_(values[id(buffer)])
+                        with torch.no_grad():
+                            buffer.copy_(values[id(buffer)])
 
 
 @contextlib.contextmanager

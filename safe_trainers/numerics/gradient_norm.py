@@ -66,6 +66,16 @@ class GradientNorm:
                 del wrapped.optimizer.found_inf
         return self._late
 
+    @property
+    def late(self) -> bool:
+        """Whether the step before this one was skipped on the device; known from `before_step` on."""
+        return self._late
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is not known yet whether the last step was skipped on the device."""
+        return self._pending is not None
+
     def read_late(self) -> bool:
         """Returns whether the last step was skipped on the device, if that was not read before."""
         pending, self._pending = self._pending, None

@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 Rerun = Callable[[Watch], torch.Tensor]
 """Runs a forward pass again with the watch attached, and returns a tensor that must be finite."""
 
+Attempt = Callable[[], tuple[str | None, bool] | None]
+"""Computes something again, and returns the first module that is still wrong and whether the result is right; `None`
+if it could not be computed."""
+
 TRIES = 32
 """Largest number of modules tried in float32."""
 
@@ -79,26 +83,53 @@ def find_fp32_modules(report: OverflowReport, model: nn.Module, again: Rerun | N
     Returns:
         Qualified names in the base model, and whether they fix the overflow; `None` if that could not be tried.
     """
+    if report.first is None:
+        return [], False
+
+    def attempt() -> tuple[str | None, bool] | None:
+        watch = Watch(model)
+        with undisturbed(model):
+            result = again(watch) if again is not None else None
+        if result is None:
+            return None
+        seen = watch.finish(report.phase, report.step, result)
+        return None if seen.first is None else seen.first.module, seen.result_finite
+
+    return search(model, report.first.module, attempt if again is not None else None)
+
+
+def search(model: nn.Module, first: str, attempt: Attempt | None) -> tuple[list[str], bool | None]:
+    """Makes one more module compute in float32 each time, until a computation is finite.
+
+    Args:
+        model: The model, wrapped or not.
+        first: Qualified name in the base model of the first module to hold in float32.
+        attempt: Computes with the chosen modules in float32; `None` if that is not possible.
+
+    Returns:
+        Qualified names in the base model, and whether they fix the computation; `None` if that could not be tried.
+    """
     names: list[str] = []
-    seen: OverflowReport | None = report
-    while seen is not None and seen.first is not None and len(names) < TRIES:
-        name = candidate(model, seen.first.module, names)
+    module: str | None = first
+    while module is not None and len(names) < TRIES:
+        name = candidate(model, module, names)
         if name is None:
             return names, False
         names = [*(n for n in names if not _within(n, name)), name]
-        if again is None:
+        if attempt is None:
             return names, None
         try:
-            watch = Watch(model)
-            with computing_in_float32(model, names), undisturbed(model):
-                result = again(watch)
-            seen = watch.finish(report.phase, report.step, result)
+            with computing_in_float32(model, names):
+                found = attempt()
         except PrecisionError:
             raise
         except Exception as error:  # no memory for a float32 copy, or a model that fails when called again
             logger.info("fp32_modules=%r could not be tried: %s: %s", names, type(error).__name__, error)
             return names, None
-        if seen.result_finite:
+        if found is None:
+            return names, None
+        module, fixed = found
+        if fixed:
             return names, True
     return names, False
 

@@ -40,6 +40,12 @@ from ..policy.settings import SMALLEST_SCALE
 from .update_sample import EVERY, UpdateSample
 
 
+LOOK = "look for inf or NaN in the batch of this step"
+ANOMALY = (
+    "look for inf or NaN in the data and in the initial weights; `torch.autograd.set_detect_anomaly(True)` shows the "
+    "operation that makes them"
+)
+"""What to do if the cause of skipped steps is not known."""
 _NORMS = 1024
 """Number of gradient norms that are kept on the device before they are summed."""
 
@@ -93,7 +99,9 @@ class StepMonitor(Feature):
         self.taken += not skipped
         self.unlogged += 1
         if skipped and self.run.loss_scale.scaler is None and not self.run.trainer.is_deepspeed_enabled:
-            self.run.warn_once(warn("step-skipped", f"the gradient norm of step {self.run.step + 1} is not finite"))
+            step = self.run.step + (not self.run.gradient_norm.late)  # one skipped on the device is known a step later
+            given, fix = self._with_cause(f"the gradient norm of step {step} is not finite", LOOK)
+            self.run.warn_once(warn("step-skipped", given, fix=fix))
         limit = self.run.settings.max_consecutive_skips
         # A scale that is too small would make the next step NaN.
         if skipped and (self.run.skipped_in_a_row >= limit or self._loss_scale < SMALLEST_SCALE):
@@ -107,7 +115,13 @@ class StepMonitor(Feature):
             fix = f"`loss_scale_init={self._loss_scale:g}`, or more steps" if scaled else (
                 "look for inf or NaN in the data and in the initial weights"
             )  # fmt: skip
-            raise PrecisionError([refuse("no-step-taken", f"a run of {self.skipped} optimizer steps", fix=fix)])
+            given, fix = self._with_cause(f"a run of {self.skipped} optimizer steps", fix)
+            raise PrecisionError([refuse("no-step-taken", given, fix=fix)])
+
+    def _with_cause(self, given: str, fix: str) -> tuple[str, str]:
+        """Adds to a message what was found about the skipped steps; returns it with the fix."""
+        cause = self.run.skip_cause
+        return (given, fix) if cause is None or cause.fix is None else (f"{given}; {cause.what}", cause.fix.text)
 
     def _settle(self) -> None:
         """Counts the last step as skipped if the optimizer skipped it, and its flag was not read before."""
@@ -125,18 +139,14 @@ class StepMonitor(Feature):
         began, now, step = self._row_began_at, self._loss_scale, self.run.step + 1
         given = f"{self.run.skipped_in_a_row} optimizer steps in a row, up to step {step}, were skipped"
         if math.isnan(now):
-            return refuse("gradients-not-finite", given)
-        can_decrease = now >= 1.0
-        return refuse(
-            "optimizer-steps-skipped",
-            given,
-            began=f"{began:g}",
-            now=f"{now:g}",
-            fix=f"`loss_scale_init={min(now, began):g}`, or `bf16=True`"
-            if can_decrease
-            else "`bf16=True`, which has the range of float32; or find the activations that overflow with "
-            "`overflow_probe_steps=1`, and keep those modules in float32 with `fp32_modules=[...]`",
-        )
+            given, fix = self._with_cause(given, ANOMALY)
+            return refuse("gradients-not-finite", given, fix=fix)
+        fix = f"`loss_scale_init={min(now, began):g}`, or `bf16=True`" if now >= 1.0 else (
+            "`bf16=True`, which has the range of float32; or find the activations that overflow with "
+            "`overflow_probe_steps=1`, and keep those modules in float32 with `fp32_modules=[...]`"
+        )  # fmt: skip
+        given, fix = self._with_cause(given, fix)
+        return refuse("optimizer-steps-skipped", given, began=f"{began:g}", now=f"{now:g}", fix=fix)
 
     # ---- For the log ----
 
@@ -145,7 +155,7 @@ class StepMonitor(Feature):
         step = self.run.step
         if norm is not None and self._engine_applied(norm):
             given = f"the gradient norm of step {step} is {float(norm)}"
-            raise PrecisionError([refuse("gradients-not-finite", given)])
+            raise PrecisionError([refuse("gradients-not-finite", given, fix=ANOMALY)])
         if norm is None or step == self._norm_step or not self.run.settings.precision_metrics:
             return  # transformers passes the last norm again at the end of an epoch
         self._norm_step = step

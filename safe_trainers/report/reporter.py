@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..core.dtypes import from_torch
+from ..core.errors import Problem
 from ..core.feature import Feature, Run
 from ..core.files import replace_file
 from ..model.inventory import Group, first_products, optimizer_states
@@ -146,6 +147,11 @@ class Reporter(Feature):
             replace_file(path, lambda file: file.write(to_json(report).encode()))
         except OSError as error:
             logger.warning("the precision report cannot be written: %s", error)
+
+    def on_finding(self, problem: Problem) -> None:
+        """Adds a finding to the written report."""
+        if self.run.settings.precision_report != OFF:
+            self._write(self.report)
 
     def on_model_card(self, path: Path) -> None:
         """Adds the precision report to TRL's model card, as a section."""

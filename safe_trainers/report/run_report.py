@@ -381,6 +381,7 @@ def _verdicts(run: Run, groups: tuple[Group, ...], planned: tuple[Group, ...] | 
             yield Problem(f"{coverage.area} is not covered: {coverage.detail}", level="note")
     if planned is not None:
         yield from (replace(problem, why="") for problem in broken_guarantees(run.coverage))
+    yield from (replace(problem, why="") for problem in run.findings)
     yield from _frozen_in_float32(run)
     if planned is None:
         yield Problem("planned; the first optimizer step that is not skipped confirms it", level="note")

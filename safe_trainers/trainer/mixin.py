@@ -28,6 +28,7 @@ from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
 from ..numerics.finite_watch import FiniteWatch
 from ..numerics.loss_scale import reset_unusable_scale
+from ..numerics.not_finite import NotFinite
 from ..numerics.overflow_probe import OverflowProbe
 from ..numerics.step_monitor import StepMonitor
 from ..policy import distributed
@@ -80,6 +81,7 @@ class PrecisionMixin(ExactCheckpoints):
         ContractWatch,
         Reporter,
         OverflowProbe,
+        NotFinite,
         FiniteWatch,
         StepMonitor,
     )

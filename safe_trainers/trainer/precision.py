@@ -9,7 +9,10 @@ from ..media.caster import MediaDecision
 from ..media.inputs import MediaInputs
 from ..model.inventory import ModelInventory
 from ..numerics.activations import OverflowReport
+from ..numerics.gradients import GradientReport
+from ..numerics.not_finite import NotFinite
 from ..numerics.overflow_probe import OverflowProbe
+from ..numerics.trace import Cause
 from ..policy.distributed import Engine
 from ..policy.resolve import PrecisionPolicy
 from ..policy.settings import PrecisionSettings
@@ -80,6 +83,16 @@ class Precision:
     def overflow(self) -> OverflowReport | None:
         """The report of the last overflow probe; `None` before the first probe and in runs without float16."""
         return self._run.feature(OverflowProbe).report
+
+    @property
+    def gradients(self) -> GradientReport | None:
+        """The gradients of module outputs in the first step of an fp16 run; `None` before it and in other runs."""
+        return self._run.feature(NotFinite).gradients
+
+    @property
+    def not_finite(self) -> Cause | None:
+        """The first number that was not finite in the last skipped step that was computed again; `None` if none."""
+        return self._run.feature(NotFinite).cause
 
     @property
     def report(self) -> Report:

@@ -1,0 +1,257 @@
+"""Computes the losses of the current optimizer step again, forward and backward, without a trace in the run.
+
+During a step only references to the batch and the random state before each loss are kept. A replay begins from this
+random state, and restores all that it changes: random states, buffers, gradients, autocast, and TRL's metrics.
+"""
+
+import contextlib
+import copy
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..core.feature import Run
+from ..core.patches import patched
+from ..model.trial_forward import restored
+
+
+logger = logging.getLogger(__name__)
+
+KEPT_BYTES = 256 * 2**20
+"""Largest size of the batches of a step that are kept; of larger ones only the last are."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass
+class LossCall:
+    """A loss that was computed in this step.
+
+    Attributes:
+        compute: Computes it again.
+        inputs: The inputs of the loss by name.
+        random_state: The states of the random generators of torch, the device, Python and NumPy before it.
+        seed: The gradient of the loss itself, as the backward pass got it: the loss scale, divided by the number of
+            batches in a step. `None` before the backward pass.
+    """
+
+    compute: Callable[[], Any]
+    inputs: Mapping[str, Any]
+    random_state: tuple[Any, ...]
+    seed: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors among the inputs."""
+        return sum(value.nbytes for value in self.inputs.values() if isinstance(value, torch.Tensor))
+
+    def note_seed(self, gradient: torch.Tensor) -> None:
+        """Keeps the gradient of the loss; a hook of the loss."""
+        self.seed = gradient.detach()
+
+
+@dataclass
+class Replay:
+    """Keeps the losses of a step, and computes one again.
+
+    Args:
+        run: The run.
+
+    Attributes:
+        calls: The losses of the current step, in order.
+        before: Those of the step before, while it is not known whether that step was skipped.
+    """
+
+    run: Run
+    calls: deque[LossCall] = field(default_factory=deque)
+    before: deque[LossCall] = field(default_factory=deque)
+
+    @property
+    def possible(self) -> bool:
+        """Whether hooks of modules see the computation, and a second one changes no weight and waits for no rank."""
+        run = self.run
+        if getattr(run.args, "torch_compile", False) or run.args.n_gpu > 1:
+            return False  # hooks would be compiled into the model, or run in the threads of `nn.DataParallel`
+        if run.trainer.is_deepspeed_enabled or run.sharded is not None:
+            return False
+        # An optimizer that runs in the backward pass, such as LOMO.
+        return not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in run.model.parameters())
+
+    def computed(self, compute: Callable[[], Any], inputs: Mapping[str, Any]) -> Any:
+        """Computes a loss and keeps what is needed to compute it again.
+
+        Args:
+            compute: Computes the loss.
+            inputs: Its inputs by name.
+
+        Returns:
+            What `compute` returns.
+        """
+        call = LossCall(compute, inputs, _random_state(self.run.accelerator.device))
+        result = compute()
+        loss = loss_of(result)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss.register_hook(call.note_seed)
+            self.calls.append(call)
+            while len(self.calls) > 1 and sum(call.nbytes for call in self.calls) > KEPT_BYTES:
+                self.calls.popleft()
+        return result
+
+    def next_step(self, undecided: bool) -> None:
+        """Forgets the losses of a step.
+
+        Args:
+            undecided: Whether it is not known yet whether the step was skipped; then they are kept for one more step.
+        """
+        self.before = self.calls if undecided else deque()
+        self.calls = deque()
+
+    def again(
+        self, call: LossCall, around: contextlib.AbstractContextManager[Any], factor: float = 1.0
+    ) -> torch.Tensor | None:
+        """Computes a loss and its gradients again.
+
+        Args:
+            call: The loss.
+            around: The context of both passes, which watches them.
+            factor: Factor of the gradient of the loss, to compute with another loss scale.
+
+        Returns:
+            The loss; `None` if it cannot be computed again, for example for lack of memory.
+        """
+        run = self.run
+        if call.seed is None:
+            return None
+        try:
+            with contextlib.ExitStack() as stack:
+                for context in (
+                    _autocast_restored(run.accelerator.device.type),
+                    _trainer_restored(run.trainer),
+                    _without_collectives(run),
+                    restored(run.model),
+                    _gradients_restored(run.model),
+                    around,
+                    _gradients_freed(run.model),  # after they have been read
+                    torch.enable_grad(),
+                ):
+                    stack.enter_context(context)
+                _set_random_state(call.random_state, run.accelerator.device)
+                with run.trainer.compute_loss_context_manager():
+                    loss = loss_of(call.compute())
+                loss.backward((call.seed * factor).to(loss.dtype))
+                return loss.detach()
+        except Exception as error:  # no memory for a second pass, or a loss that fails when it is computed again
+            logger.info("a loss could not be computed again: %s: %s", type(error).__name__, error)
+            return None
+
+
+def loss_of(result: Any) -> Any:
+    """The loss in the result of `compute_loss`, which may have outputs too."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _random_state(device: torch.device) -> tuple[Any, ...]:
+    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return torch.get_rng_state(), on_device, random.getstate(), np.random.get_state()
+
+
+def _set_random_state(state: tuple[Any, ...], device: torch.device) -> None:
+    on_host, on_device, pythons, numpys = state
+    torch.set_rng_state(on_host)
+    if on_device is not None:
+        torch.get_device_module(device).set_rng_state(on_device, device)
+    random.setstate(pythons)
+    np.random.set_state(numpys)
+
+
+@contextlib.contextmanager
+def _autocast_restored(kind: str) -> Iterator[None]:
+    """Restores autocast, which accelerate leaves on if a forward pass fails."""
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    nesting = _autocast_nesting()
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+        while _autocast_nesting() > nesting:
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@contextlib.contextmanager
+def _trainer_restored(trainer: Any) -> Iterator[None]:
+    """Restores the trainer's numbers, strings, tensors and metrics, which computing a loss changes."""
+    before = dict(vars(trainer))
+    tensors = {name: value.clone() for name, value in before.items() if type(value) is torch.Tensor}
+    if "_metrics" in before:
+        trainer._metrics = copy.deepcopy(before["_metrics"])
+    try:
+        yield
+    finally:
+        for name in vars(trainer).keys() - before.keys():
+            delattr(trainer, name)
+        plain = {name: value for name, value in before.items() if isinstance(value, _PLAIN) or name == "_metrics"}
+        vars(trainer).update(plain)
+        for name, value in tensors.items():
+            before[name].detach().copy_(value)
+            vars(trainer)[name] = before[name]
+
+
+@contextlib.contextmanager
+def _without_collectives(run: Run) -> Iterator[None]:
+    """Makes a loss that is computed again wait for no other rank, where it may fail."""
+    accelerator = run.accelerator
+    if accelerator.num_processes == 1:
+        yield
+        return
+
+    def own(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value
+
+    model = getattr(run.trainer, "model_wrapped", run.model)
+    with (
+        patched("replayed-loss", accelerator, gather=own, gather_for_metrics=own, reduce=own),
+        accelerator.no_sync(model),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _gradients_restored(model: nn.Module) -> Iterator[None]:
+    """Removes the gradients of all parameters during a block, and puts the same tensors back."""
+    held = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _gradients_freed(model: nn.Module) -> Iterator[None]:
+    """Frees the gradient of each parameter as soon as it is complete, so that a replay needs little memory."""
+
+    def free(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    handles = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,317 @@
+"""Finds the first module of a forward and backward pass that makes a number that is not finite.
+
+A trace is attached only to a pass that is computed again (`replay.py`), so its hooks may read every tensor at once.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.dtypes import from_torch
+from ..model.parts import is_quantized, unwrap
+from .activations import floating, modules_of
+
+
+WEIGHT, INPUT, OUTPUT, LOSS, LOSS_INPUT, GRADIENT, LOSS_GRADIENT = KINDS = (
+    "weight", "input", "output", "loss", "loss input", "gradient", "loss gradient",
+)  # fmt: skip
+"""What is not finite first: a weight of a module, an input of the model, an output of a module, the loss, an input of
+the loss itself, a gradient that a module computes, or the gradient that the loss passes to the model."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The range of a tensor.
+
+    Attributes:
+        name: Name of the argument, or the place in the output.
+        dtype: Its dtype.
+        shape: Its shape.
+        low: The smallest finite element; NaN if there is none.
+        high: The largest finite element.
+        wrong: Number of elements that are not finite. Minus infinity in a mask, whose other elements are at most 0,
+            does not count.
+        elements: Number of elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    wrong: int
+    elements: int
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute value of the finite elements."""
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def finite_share(self) -> float:
+        """The share of finite elements."""
+        return 1 - self.wrong / self.elements
+
+    def to_dict(self) -> dict[str, Any]:
+        """The range as values that can be written to JSON; numbers that are not finite are strings."""
+        low, high = (value if math.isfinite(value) else str(value) for value in (self.low, self.high))
+        return {**vars(self), "shape": list(self.shape), "low": low, "high": high}
+
+    def __str__(self) -> str:
+        numbers = "no finite element" if math.isnan(self.low) else (
+            f"min {self.low:.4g}, max {self.high:.4g}, absmax {self.largest:.4g}"
+        )  # fmt: skip
+        share = "all finite" if not self.wrong else f"{self.wrong} of {self.elements} not finite"
+        return f"{self.name}: {self.dtype} {list(self.shape)}, {numbers}, {share}"
+
+
+def values_of(name: str, tensor: torch.Tensor, masks: bool = True) -> Values:
+    """Reads the range of a tensor.
+
+    Args:
+        name: Its name in messages.
+        tensor: A floating-point tensor with at least one element.
+        masks: Whether minus infinity is allowed next to numbers of at most 0.
+    """
+    tensor = tensor.detach()
+    low, high = (float(value) for value in torch.aminmax(tensor))
+    wrong = 0
+    if not (math.isfinite(low) and math.isfinite(high)):
+        finite = tensor.isfinite()
+        wrong = int(finite.logical_not().sum())
+        kept = tensor[finite]
+        low, high = (float(value) for value in torch.aminmax(kept)) if kept.numel() else (math.nan, math.nan)
+        if masks and wrong == int((tensor == -math.inf).sum()) and not high > 0:
+            wrong = 0
+    return Values(name, from_torch(tensor.dtype), tuple(tensor.shape), low, high, wrong, tensor.numel())
+
+
+@dataclass
+class Visit:
+    """One call of a module.
+
+    Attributes:
+        name: Its qualified name in the base model; empty for the model itself and for PEFT's wrappers.
+        module: The module.
+        inputs: The ranges of its inputs.
+        outputs: The ranges of its outputs.
+        gradients: The ranges of the gradients of its outputs, in the order in which they arrived.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: list[Values]
+    outputs: list[Values] = field(default_factory=list)
+    gradients: list[Values] = field(default_factory=list)
+
+    @property
+    def makes_output(self) -> bool:
+        """Whether an output is not finite although all inputs are."""
+        return any(v.wrong for v in self.outputs) and not any(v.wrong for v in self.inputs)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The first number that is not finite.
+
+    Attributes:
+        kind: One of `KINDS`.
+        module: The module's qualified name in the base model; empty for the model itself, and for the loss.
+        type: The class of the module; empty for the loss.
+        what: The weight, input or output that is not finite.
+        ranges: The inputs of the module; for a gradient also the gradients of its outputs.
+    """
+
+    kind: str
+    module: str
+    type: str
+    what: Values
+    ranges: tuple[Values, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cause as values that can be written to JSON."""
+        ranges = [values.to_dict() for values in self.ranges]
+        return {**vars(self), "what": self.what.to_dict(), "ranges": ranges}
+
+    def __str__(self) -> str:
+        place = f"`{self.module}`" if self.module else f"the model's own code (`{self.type}`)"
+        what = {
+            WEIGHT: f"the weight `{self.what.name}` is not finite",
+            INPUT: f"the input `{self.what.name}` of {place} is not finite, and no module computed it",
+            OUTPUT: f"{place} is the first module whose output is not finite, for finite inputs",
+            LOSS: "the loss is not finite, although every module's output and every input of the loss is",
+            LOSS_INPUT: f"the input `{self.what.name}` of the loss is not finite, although every module's output is",
+            GRADIENT: f"{place} is the first module that computes a gradient that is not finite, {self.what.name}, "
+            "from finite gradients of its outputs",
+            LOSS_GRADIENT: "the loss is finite, but the gradient that it passes to the model's output is not",
+        }[self.kind]
+        shown = [str(self.what), *map(str, self.ranges)]
+        return f"{what} ({'; '.join(shown)})"
+
+
+class Trace:
+    """Watches one forward and backward pass of a model.
+
+    Every input of a module is replaced by an alias of the same tensor, so that the gradient which this module returns
+    for it is known, and not only the sum with those of other modules.
+
+    Args:
+        model: The model, wrapped or not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._names = {id(module): name for name, module in modules_of(model).items()}
+        self._running: list[Visit] = []
+        self._visits: list[Visit] = []  # in the order in which the modules finished
+        self._entered: list[Visit] = []  # in the order in which they began
+        self._made: Cause | None = None  # the first gradient that a module made not finite
+        self._unexplained: Cause | None = None  # the first one of a module whose outputs have no gradient
+        self._owners: dict[int, list[tuple[str, nn.Module]]] = {}
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator["Trace"]:
+        """Watches the model while the block runs.
+
+        Yields:
+            This trace.
+        """
+        handles: list[Any] = []
+        for module in self.model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+            for name, parameter in module.named_parameters(recurse=False):
+                self._owners.setdefault(id(parameter), []).append((name, module))
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._parameter))
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        visit = Visit(self._names.get(id(module), ""), module, [])
+        given = [(f"argument {number}", value) for number, value in enumerate(args)]
+        for name, value in (*given, *kwargs.items()):
+            tensors = list(floating(value))
+            names = [name] if len(tensors) == 1 else [f"{name}[{number}]" for number in range(len(tensors))]
+            visit.inputs += [values_of(n, tensor) for n, tensor in zip(names, tensors, strict=True)]
+        self._running.append(visit)
+        self._entered.append(visit)
+        return (
+            tuple(self._alias(visit, f"that of its argument {n}", value) for n, value in enumerate(args)),
+            {name: self._alias(visit, f"that of its input {name}", value) for name, value in kwargs.items()},
+        )
+
+    def _alias(self, visit: Visit, name: str, value: Any) -> Any:
+        """An alias of a tensor, or of those in a plain container, whose gradient is watched."""
+        if isinstance(value, torch.Tensor):
+            if not (value.requires_grad and torch.is_grad_enabled() and value.is_floating_point()):
+                return value
+            alias = value.view_as(value)
+            alias.register_hook(lambda gradient: self._returned(visit, name, gradient))
+            return alias
+        if type(value) in (tuple, list):
+            return type(value)(self._alias(visit, name, part) for part in value)
+        return value
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._running and self._running[-1].module is not module:
+            self._running.pop()  # checkpointing stops a recomputed call before it ends
+        if not self._running:
+            return
+        visit = self._running.pop()
+        tensors = list(floating(output))
+        names = ["output"] if len(tensors) == 1 else [f"output {number}" for number in range(len(tensors))]
+        visit.outputs = [values_of(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+        self._visits.append(visit)
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient, name=name: self._arrived(visit, name, gradient))
+
+    def _arrived(self, visit: Visit, name: str, gradient: torch.Tensor) -> None:
+        if gradient.numel():
+            visit.gradients.append(values_of(f"gradient of the {name}", gradient, masks=False))
+
+    def _returned(self, visit: Visit, name: str, gradient: torch.Tensor) -> None:
+        if self._made is None and gradient.numel():
+            self._check(visit, values_of(name, gradient, masks=False))
+
+    def _check(self, visit: Visit, values: Values) -> None:
+        """Keeps the cause if a visit's gradient is not finite, and the gradients of its outputs are."""
+        if not values.wrong:
+            return
+        known = visit.gradients
+        ranges = (*visit.gradients, *visit.inputs)
+        cause = Cause(GRADIENT, visit.name, type(visit.module).__name__, values, ranges)
+        if known and not any(gradient.wrong for gradient in known):
+            self._made = cause
+        elif not known and self._unexplained is None:
+            self._unexplained = cause
+
+    def _parameter(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if self._made is not None or gradient is None or gradient.is_sparse or not gradient.numel():
+            return
+        for name, module in self._owners.get(id(parameter), ()):
+            values = values_of(f"that of its {name}", gradient, masks=False)
+            if not values.wrong:
+                return
+            for visit in self._visits:
+                if visit.module is module:
+                    self._check(visit, values)
+                    if self._made is not None:
+                        return
+
+    def cause(self, loss: torch.Tensor, inputs: Mapping[str, Any]) -> Cause | None:
+        """Returns the first number that is not finite.
+
+        Args:
+            loss: The loss of this pass.
+            inputs: The inputs of the loss by name.
+
+        Returns:
+            The cause; `None` if everything is finite.
+        """
+        first = next((visit for visit in self._visits if visit.makes_output), None)
+        if first is not None:
+            weight = _weight_not_finite(first.module)
+            kind = type(first.module).__name__
+            if weight is not None:
+                return Cause(WEIGHT, first.name, kind, self._qualified(first.name, weight), tuple(first.inputs))
+            what = next(values for values in first.outputs if values.wrong)
+            return Cause(OUTPUT, first.name, kind, what, tuple(first.inputs))
+        entered = next((visit for visit in self._entered if any(v.wrong for v in visit.inputs)), None)
+        if entered is not None:
+            what = next(values for values in entered.inputs if values.wrong)
+            others = tuple(values for values in entered.inputs if values is not what)
+            return Cause(INPUT, entered.name, type(entered.module).__name__, what, others)
+        of_loss = values_of("loss", loss, masks=False)
+        if of_loss.wrong:
+            given = [values_of(name, tensor) for name, value in inputs.items() for tensor in floating(value)]
+            wrong = next((values for values in given if values.wrong), None)
+            return Cause(LOSS, "", "", of_loss) if wrong is None else Cause(LOSS_INPUT, "", "", wrong)
+        if self._made is not None:
+            return self._made
+        outermost = next((visit for visit in reversed(self._visits) if not visit.name), None)
+        wrong = next((g for g in (outermost.gradients if outermost else ()) if g.wrong), None)
+        return self._unexplained if wrong is None else Cause(LOSS_GRADIENT, "", "", wrong)
+
+    def _qualified(self, module: str, weight: Values) -> Values:
+        return Values(**{**vars(weight), "name": f"{module}.{weight.name}" if module else weight.name})
+
+
+def _weight_not_finite(module: nn.Module) -> Values | None:
+    """The first weight of a module, or of those in it, that is not finite; `None` if there is none."""
+    held = (
+        (name, p) for name, p in unwrap(module).named_parameters() if p.is_floating_point() and not is_quantized(p)
+    )
+    ranges = (values_of(name, parameter, masks=False) for name, parameter in held if parameter.numel())
+    return next((values for values in ranges if values.wrong), None)
