@@ -18,7 +18,7 @@ from ..model.parts import adapter_layers
 from .activations import floating, modules_of
 
 
-SUSPECT = 0.01
+SUSPECT = 0.1
 """Share of zeros, in rows that are not all zero, above which gradients may have underflowed."""
 
 

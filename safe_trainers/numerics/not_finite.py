@@ -27,12 +27,12 @@ from .activations import LIMIT, Watch
 from .gradients import GradientReport, GradientWatch, names_of_adapters
 from .overflow_fix import computing_in_float32, explain, search, shortest
 from .replay import LossCall, Replay
-from .trace import GRADIENT, INPUT, LOSS, LOSS_GRADIENT, LOSS_INPUT, OUTPUT, WEIGHT, Cause, Trace
+from .trace import GRADIENT, INPUT, LOSS, LOSS_GRADIENT, LOSS_INPUT, OUTPUT, WEIGHT, Cause, Trace, values_of
 
 
 logger = logging.getLogger(__name__)
 
-UNDERFLOW = 0.1
+UNDERFLOW = 0.5
 """Share of a module's gradient elements that underflow, above which the run warns."""
 BF16 = "`bf16=True` on a device that computes it"
 _FIXES = {
@@ -175,7 +175,7 @@ class NotFinite(Feature):
         for call in calls:
             cause, finite = self._traced(call)
             if cause is not None:
-                return cause, self._describe(cause, call, step)
+                return self._describe(cause, call, step)
             computed += finite
         if not computed or self.run.loss_scale.scaler is not None:
             return None, None
@@ -188,18 +188,34 @@ class NotFinite(Feature):
         trace = Trace(self.run.model)
         loss = self._replay.again(call, trace.attached(), factor)
         cause = None if loss is None else trace.cause(loss, call.inputs)
+        if call.seed is not None and (cause is None or cause.kind in (GRADIENT, LOSS_GRADIENT)):
+            seed = values_of("gradient of the loss", call.seed, masks=False)
+            cause = Cause(LOSS, "", "", seed) if seed.wrong else cause  # code around `compute_loss` changed the loss
         return cause, loss is not None and cause is None
 
-    def _describe(self, cause: Cause, call: LossCall, step: int) -> Problem | None:
+    def _describe(self, cause: Cause, call: LossCall, step: int) -> tuple[Cause, Problem | None]:
+        """Returns the cause and the warning; under fp16, what is wrong with the loss scale 1 if anything is."""
         scaled = self.run.loss_scale.scaler is not None
-        if scaled and cause.kind in (GRADIENT, LOSS_GRADIENT):
-            return self._overflow(cause, call, step)
-        if scaled and cause.kind == OUTPUT:
+        given, fix = str(cause), _FIXES[cause.kind].format(name=cause.what.name, type=cause.type)
+        if not scaled:
+            return cause, warn("step-skipped", given, fix=fix)
+        begin, factor = f"step {step} is skipped: ", 1.0
+        backward = cause.kind in (GRADIENT, LOSS_GRADIENT)
+        if backward and self.run.loss_scale.before > 1:
+            factor = 1 / self.run.loss_scale.before
+            smaller = self._traced(call, factor)[0]
+            if smaller is None:
+                logger.info("%s%s; with the loss scale 1 all gradients are finite", begin, cause)
+                return cause, None
+            cause, given = smaller, str(smaller)
+        if cause.kind in (INPUT, OUTPUT, GRADIENT, LOSS_GRADIENT):
+            if self._wrong_in_float32(call, factor):
+                return cause, warn("step-skipped", f"{begin}{given}, in float32 too", fix=fix)
+            if backward:
+                return cause, self._overflow(cause, call, factor, begin)
             problem = self._activations(call)
-            if problem is not None and problem.fix is not None:
-                return warn("step-skipped", f"step {step} is skipped: {problem.what}", fix=problem.fix.text)
-        fix = _FIXES[cause.kind].format(name=cause.what.name, type=cause.type)
-        return warn("step-skipped", f"step {step} is skipped: {cause}" if scaled else str(cause), fix=fix)
+            fix = fix if problem is None or problem.fix is None else problem.fix.text
+        return cause, warn("step-skipped", f"{begin}{given}", fix=fix)
 
     def _activations(self, call: LossCall) -> Problem | None:
         """The refusal of a forward pass that overflows float16, with the modules that have to compute in float32."""
@@ -216,23 +232,15 @@ class NotFinite(Feature):
             return None
         return explain(report, model, list(self.run.settings.fp32_modules or ()), again)
 
-    def _overflow(self, cause: Cause, call: LossCall, step: int) -> Problem | None:
-        """The warning of gradients that overflow with the loss scale 1 too, with the modules to hold in float32."""
-        scale = self.run.loss_scale.before
-        factor = min(1.0, 1 / scale)
-        if factor < 1:
-            smaller, finite = self._traced(call, factor)
-            if finite or smaller is None:
-                logger.info("step %d: %s; with the loss scale 1 all gradients are finite", step, cause)
-                return None
-            cause = smaller
+    def _overflow(self, cause: Cause, call: LossCall, factor: float, begin: str) -> Problem:
+        """The warning of gradients that overflow even with the loss scale 1, with the modules to hold in float32."""
 
         def attempt() -> tuple[str | None, bool]:
             found, finite = self._traced(call, factor)
             return None if found is None else found.module, finite
 
         names, fixed = self._searched(cause.module, attempt)
-        given = f"step {step} is skipped: {cause}, with the loss scale {scale * factor:g}; the loss is finite"
+        given = f"{begin}{cause}, with the loss scale {self.run.loss_scale.before * factor:g}; the loss is finite"
         return warn("gradients-overflow-fp16", given, fix=self._line(names, fixed))
 
     def _searched(self, first: str, attempt: Callable[[], tuple[str | None, bool]]) -> tuple[list[str], bool | None]:
@@ -247,6 +255,20 @@ class NotFinite(Feature):
         if fixed is None and names:
             line += ", and the modules that the next run names,"
         return BF16 if fixed is False or not names else f"{line} or {BF16}"
+
+    def _wrong_in_float32(self, call: LossCall, factor: float) -> bool:
+        """Whether something is not finite with all modules in float32; false if that cannot be computed."""
+        try:
+            with computing_in_float32(self.run.model, self._whole()):
+                return self._traced(call, factor)[0] is not None
+        except (PrecisionError, torch.OutOfMemoryError) as error:
+            logger.info("the step could not be computed in float32: %s", error)
+            return False
+
+    def _whole(self) -> list[str]:
+        """The names of the largest modules, which make up the model."""
+        base: nn.Module = unwrap(self.run.model)
+        return [name for name, child in base.named_children() if next(child.parameters(), None) is not None]
 
     # ---- Underflow ----
 
@@ -271,9 +293,7 @@ class NotFinite(Feature):
 
     def _in_float32(self, call: LossCall) -> GradientReport | None:
         """The gradients of a loss with all modules in float32; `None` if they cannot be computed."""
-        base: nn.Module = unwrap(self.run.model)
-        whole = [name for name, child in base.named_children() if next(child.parameters(), None) is not None]
-        with computing_in_float32(self.run.model, whole):
+        with computing_in_float32(self.run.model, self._whole()):
             return self._measured(call, 1.0)
 
     def _measured(self, call: LossCall, factor: float) -> GradientReport | None:

@@ -58,7 +58,7 @@ def explain(report: OverflowReport, model: nn.Module, patterns: Sequence[str], a
         chosen, fixed = find_fp32_modules(report, model, again)
     except PrecisionError as error:  # an 8-bit layer, which cannot compute in float32
         return refuse("activations-overflow-fp16", given, fix=error.problems[0].fix)
-    broken = _nonfinite_weight(model) if fixed is False else None
+    broken = weight_not_finite(model) if fixed is False else None
     if broken is not None:  # neither float32 nor bfloat16 would fix it
         module, _, holding = broken.rpartition(".")
         given = f"`{module or type(unwrap(model)).__name__}`, in the {report.phase} after step {report.step}"
@@ -265,7 +265,7 @@ def _not_finite(module: nn.Module | None) -> str | None:
     return next((name for name, p in held if not torch.isfinite(p).all()), None)
 
 
-def _nonfinite_weight(model: nn.Module) -> str | None:
+def weight_not_finite(model: nn.Module) -> str | None:
     """The qualified name of a model's first weight with a value that is not finite; `None` if there is none."""
     found = ((name, _not_finite(module)) for name, module in modules_of(model).items())
     return next((f"{name}.{holding}" for name, holding in found if holding is not None), None)

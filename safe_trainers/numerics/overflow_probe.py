@@ -18,7 +18,7 @@ from ..core.errors import PrecisionError, refuse
 from ..core.feature import Feature, Run
 from ..core.trl import uses_continuous_batching
 from .activations import OverflowReport, Watch
-from .overflow_fix import Rerun, called_again, explain, sampled_from, warn_near_overflow
+from .overflow_fix import Rerun, called_again, explain, sampled_from, warn_near_overflow, weight_not_finite
 
 
 logger = logging.getLogger(__name__)
@@ -79,14 +79,18 @@ class OverflowProbe(Feature):
             PrecisionError: If the logits are not finite; the error names the module that overflows.
         """
         training = self._probed is not None and self.run.model.training
-        if not training or not self._computes_in_float16() or self._generates_elsewhere():
-            return call()
+        half = self._computes_in_float16()
         try:
+            if not training or not half or self._generates_elsewhere():
+                return call()
             return self._watched_rollout(call, self._due("rollout"))
         except RuntimeError as error:
-            if _SAMPLING_FAILED not in str(error):
+            if not training or _SAMPLING_FAILED not in str(error):
                 raise
-            raise self._not_finite_rollout() from error
+            weight = weight_not_finite(self.run.model)
+            if weight is None and not half:
+                raise
+            raise self._not_finite_rollout(weight) from error
 
     def _watched_rollout(self, generate: Callable[[], Any], due: bool) -> Any:
         """Generates; if the first forward pass is not finite on any rank, repeats it and measures every module."""
@@ -120,8 +124,12 @@ class OverflowProbe(Feature):
         self._judge(watch.finish("rollout", self.run.step, result), again)
         raise self._not_finite_rollout()
 
-    def _not_finite_rollout(self) -> PrecisionError:
-        return PrecisionError([refuse("rollout-not-finite", f"the rollout after step {self.run.step}")])
+    def _not_finite_rollout(self, weight: str | None = None) -> PrecisionError:
+        given = f"the rollout after step {self.run.step}"
+        if weight is not None:
+            module, _, name = weight.rpartition(".")
+            return PrecisionError([refuse("weights-not-finite", f"`{module}`, in {given}", name=name)])
+        return PrecisionError([refuse("rollout-not-finite", given)])
 
     def _computes_in_float16(self) -> bool:
         args = self.run.args

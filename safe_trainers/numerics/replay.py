@@ -135,6 +135,7 @@ class Replay:
                     _trainer_restored(run.trainer),
                     _without_collectives(run),
                     restored(run.model),
+                    _hooks_restored(run.model),
                     _gradients_restored(run.model),
                     around,
                     _gradients_freed(run.model),  # after they have been read
@@ -226,6 +227,19 @@ def _without_collectives(run: Run) -> Iterator[None]:
         accelerator.no_sync(model),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _hooks_restored(model: nn.Module) -> Iterator[None]:
+    """Removes hooks that a loss leaves behind, as those that switch gradient checkpointing on again do."""
+    tables = [table for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks)]
+    before = [set(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, known in zip(tables, before, strict=True):
+            for key in table.keys() - known:
+                del table[key]
 
 
 @contextlib.contextmanager

@@ -24,6 +24,10 @@ WEIGHT, INPUT, OUTPUT, LOSS, LOSS_INPUT, GRADIENT, LOSS_GRADIENT = KINDS = (
 the loss itself, a gradient that a module computes, or the gradient that the loss passes to the model."""
 
 
+SHOWN = 4
+"""Number of ranges in a message; the report and `to_dict` have all of them."""
+
+
 @dataclass(frozen=True)
 class Values:
     """The range of a tensor.
@@ -86,7 +90,7 @@ def values_of(name: str, tensor: torch.Tensor, masks: bool = True) -> Values:
         wrong = int(finite.logical_not().sum())
         kept = tensor[finite]
         low, high = (float(value) for value in torch.aminmax(kept)) if kept.numel() else (math.nan, math.nan)
-        if masks and wrong == int((tensor == -math.inf).sum()) and not high > 0:
+        if masks and high <= 0 and wrong == int((tensor == -math.inf).sum()):
             wrong = 0
     return Values(name, from_torch(tensor.dtype), tuple(tensor.shape), low, high, wrong, tensor.numel())
 
@@ -99,6 +103,7 @@ class Visit:
         name: Its qualified name in the base model; empty for the model itself and for PEFT's wrappers.
         module: The module.
         inputs: The ranges of its inputs.
+        outer: The call that it is a part of; `None` for a call from outside of the model.
         outputs: The ranges of its outputs.
         gradients: The ranges of the gradients of its outputs, in the order in which they arrived.
     """
@@ -106,6 +111,7 @@ class Visit:
     name: str
     module: nn.Module
     inputs: list[Values]
+    outer: "Visit | None" = None
     outputs: list[Values] = field(default_factory=list)
     gradients: list[Values] = field(default_factory=list)
 
@@ -113,6 +119,11 @@ class Visit:
     def makes_output(self) -> bool:
         """Whether an output is not finite although all inputs are."""
         return any(v.wrong for v in self.outputs) and not any(v.wrong for v in self.inputs)
+
+    @property
+    def place(self) -> str:
+        """How messages name it."""
+        return f"`{self.name}`" if self.name else f"the model, `{type(self.module).__name__}`,"
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,9 @@ class Cause:
         module: The module's qualified name in the base model; empty for the model itself, and for the loss.
         type: The class of the module; empty for the loss.
         what: The weight, input or output that is not finite.
-        ranges: The inputs of the module; for a gradient also the gradients of its outputs.
+        ranges: The inputs of the module; for a gradient also the gradients of its outputs. For an input that the
+            model's own code computed between two modules, the inputs of the module around them.
+        outer: For such an input, the module around; empty for others.
     """
 
     kind: str
@@ -132,6 +145,7 @@ class Cause:
     type: str
     what: Values
     ranges: tuple[Values, ...] = ()
+    outer: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The cause as values that can be written to JSON."""
@@ -139,10 +153,11 @@ class Cause:
         return {**vars(self), "what": self.what.to_dict(), "ranges": ranges}
 
     def __str__(self) -> str:
-        place = f"`{self.module}`" if self.module else f"the model's own code (`{self.type}`)"
+        place = f"`{self.module}`" if self.module else f"the model, `{self.type}`,"
+        computed = f"; the code of {self.outer} computes it between two modules" if self.outer else ""
         what = {
             WEIGHT: f"the weight `{self.what.name}` is not finite",
-            INPUT: f"the input `{self.what.name}` of {place} is not finite, and no module computed it",
+            INPUT: f"the input `{self.what.name}` of {place} is the first number that is not finite{computed}",
             OUTPUT: f"{place} is the first module whose output is not finite, for finite inputs",
             LOSS: "the loss is not finite, although every module's output and every input of the loss is",
             LOSS_INPUT: f"the input `{self.what.name}` of the loss is not finite, although every module's output is",
@@ -150,7 +165,7 @@ class Cause:
             "from finite gradients of its outputs",
             LOSS_GRADIENT: "the loss is finite, but the gradient that it passes to the model's output is not",
         }[self.kind]
-        shown = [str(self.what), *map(str, self.ranges)]
+        shown = [str(self.what), *map(str, self.ranges[:SHOWN])]
         return f"{what} ({'; '.join(shown)})"
 
 
@@ -169,7 +184,7 @@ class Trace:
         self._names = {id(module): name for name, module in modules_of(model).items()}
         self._running: list[Visit] = []
         self._visits: list[Visit] = []  # in the order in which the modules finished
-        self._entered: list[Visit] = []  # in the order in which they began
+        self._first: Cause | None = None  # the first input or output that is not finite
         self._made: Cause | None = None  # the first gradient that a module made not finite
         self._unexplained: Cause | None = None  # the first one of a module whose outputs have no gradient
         self._owners: dict[int, list[tuple[str, nn.Module]]] = {}
@@ -197,14 +212,20 @@ class Trace:
                 handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        visit = Visit(self._names.get(id(module), ""), module, [])
+        outer = self._running[-1] if self._running else None
+        visit = Visit(self._names.get(id(module), ""), module, [], outer)
         given = [(f"argument {number}", value) for number, value in enumerate(args)]
         for name, value in (*given, *kwargs.items()):
             tensors = list(floating(value))
             names = [name] if len(tensors) == 1 else [f"{name}[{number}]" for number in range(len(tensors))]
             visit.inputs += [values_of(n, tensor) for n, tensor in zip(names, tensors, strict=True)]
         self._running.append(visit)
-        self._entered.append(visit)
+        if self._first is None and any(values.wrong for values in visit.inputs):
+            what = next(values for values in visit.inputs if values.wrong)
+            others = visit.inputs if outer is None else outer.inputs
+            ranges = tuple(values for values in others if values is not what)
+            place = "" if outer is None else outer.place.rstrip(",")
+            self._first = Cause(INPUT, visit.name, type(module).__name__, what, ranges, place)
         return (
             tuple(self._alias(visit, f"that of its argument {n}", value) for n, value in enumerate(args)),
             {name: self._alias(visit, f"that of its input {name}", value) for name, value in kwargs.items()},
@@ -232,6 +253,8 @@ class Trace:
         names = ["output"] if len(tensors) == 1 else [f"output {number}" for number in range(len(tensors))]
         visit.outputs = [values_of(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
         self._visits.append(visit)
+        if self._first is None and visit.makes_output:
+            self._first = self._made_by(visit)
         for name, tensor in zip(names, tensors, strict=True):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient, name=name: self._arrived(visit, name, gradient))
@@ -280,19 +303,8 @@ class Trace:
         Returns:
             The cause; `None` if everything is finite.
         """
-        first = next((visit for visit in self._visits if visit.makes_output), None)
-        if first is not None:
-            weight = _weight_not_finite(first.module)
-            kind = type(first.module).__name__
-            if weight is not None:
-                return Cause(WEIGHT, first.name, kind, self._qualified(first.name, weight), tuple(first.inputs))
-            what = next(values for values in first.outputs if values.wrong)
-            return Cause(OUTPUT, first.name, kind, what, tuple(first.inputs))
-        entered = next((visit for visit in self._entered if any(v.wrong for v in visit.inputs)), None)
-        if entered is not None:
-            what = next(values for values in entered.inputs if values.wrong)
-            others = tuple(values for values in entered.inputs if values is not what)
-            return Cause(INPUT, entered.name, type(entered.module).__name__, what, others)
+        if self._first is not None:
+            return self._first
         of_loss = values_of("loss", loss, masks=False)
         if of_loss.wrong:
             given = [values_of(name, tensor) for name, value in inputs.items() for tensor in floating(value)]
@@ -304,14 +316,18 @@ class Trace:
         wrong = next((g for g in (outermost.gradients if outermost else ()) if g.wrong), None)
         return self._unexplained if wrong is None else Cause(LOSS_GRADIENT, "", "", wrong)
 
-    def _qualified(self, module: str, weight: Values) -> Values:
-        return Values(**{**vars(weight), "name": f"{module}.{weight.name}" if module else weight.name})
+    def _made_by(self, visit: Visit) -> Cause:
+        """The cause of an output that is not finite: a weight of the module, or the module itself."""
+        what, kind = _weight_not_finite(visit), WEIGHT
+        if what is None:
+            what, kind = next(values for values in visit.outputs if values.wrong), OUTPUT
+        return Cause(kind, visit.name, type(visit.module).__name__, what, tuple(visit.inputs))
 
 
-def _weight_not_finite(module: nn.Module) -> Values | None:
+def _weight_not_finite(visit: Visit) -> Values | None:
     """The first weight of a module, or of those in it, that is not finite; `None` if there is none."""
-    held = (
-        (name, p) for name, p in unwrap(module).named_parameters() if p.is_floating_point() and not is_quantized(p)
-    )
-    ranges = (values_of(name, parameter, masks=False) for name, parameter in held if parameter.numel())
+    prefix = f"{visit.name}." if visit.name else ""
+    named = unwrap(visit.module).named_parameters()
+    held = ((name, p) for name, p in named if p.is_floating_point() and p.numel() and not is_quantized(p))
+    ranges = (values_of(f"{prefix}{name}", parameter, masks=False) for name, parameter in held)
     return next((values for values in ranges if values.wrong), None)

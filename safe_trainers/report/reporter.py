@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,9 @@ class Reporter(Feature):
             logger.warning("the precision report cannot be written: %s", error)
 
     def on_finding(self, problem: Problem) -> None:
-        """Adds a finding to the written report."""
+        """Adds a finding to the report, and writes it again."""
+        if self.confirmed is not None:
+            self.confirmed = replace(self.confirmed, verdicts=(*self.confirmed.verdicts, replace(problem, why="")))
         if self.run.settings.precision_report != OFF:
             self._write(self.report)
 
