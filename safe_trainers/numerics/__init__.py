@@ -1,1 +1,1 @@
-"""Loss scaling, skipped optimizer steps, and activations that overflow float16."""
+"""Loss scaling, skipped optimizer steps, numbers that are not finite, and what float16 cannot hold."""

@@ -68,6 +68,7 @@ class NotFinite(Feature):
         self._watch: GradientWatch | None = None
         self._watched_at: int | None = None
         self._explained = False
+        self._noted: set[tuple[str, str, str]] = set()
         self._unlogged: float | None = None
 
     def on_train_begin(self) -> None:
@@ -152,12 +153,16 @@ class NotFinite(Feature):
         self._explained = True
         found = self._guarded(lambda: self._find(calls, step)) or (None, None)
         if self.run.accelerator.num_processes > 1:
-            found = next((theirs for theirs in gather_object([found]) if theirs[1] is not None), found)
+            # The rank that knows the cause; others may only know that their own losses are finite.
+            found = max(gather_object([found]), key=lambda theirs: (theirs[0] is not None, theirs[1] is not None))
         self.cause, problem = found
         if problem is None:
             return
         self.run.skip_cause = problem
-        self.run.note(problem)
+        key = ("", "", "") if self.cause is None else (self.cause.kind, self.cause.module, self.cause.what.name)
+        if key not in self._noted:  # the same numbers of a later step would fill the report
+            self._noted.add(key)
+            self.run.note(problem)
         if self.run.loss_scale.scaler is not None:
             self.run.warn_once(problem)
 
@@ -196,7 +201,7 @@ class NotFinite(Feature):
     def _describe(self, cause: Cause, call: LossCall, step: int) -> tuple[Cause, Problem | None]:
         """Returns the cause and the warning; under fp16, what is wrong with the loss scale 1 if anything is."""
         scaled = self.run.loss_scale.scaler is not None
-        given, fix = str(cause), _FIXES[cause.kind].format(name=cause.what.name, type=cause.type)
+        given, fix = cause.sentence, _FIXES[cause.kind].format(name=cause.what.name, type=cause.type)
         if not scaled:
             return cause, warn("step-skipped", given, fix=fix)
         begin, factor = f"step {step} is skipped: ", 1.0
@@ -205,9 +210,9 @@ class NotFinite(Feature):
             factor = 1 / self.run.loss_scale.before
             smaller = self._traced(call, factor)[0]
             if smaller is None:
-                logger.info("%s%s; with the loss scale 1 all gradients are finite", begin, cause)
+                logger.info("%s%s; with the loss scale 1 all gradients are finite", begin, cause.sentence)
                 return cause, None
-            cause, given = smaller, str(smaller)
+            cause, given = smaller, smaller.sentence
         if cause.kind in (INPUT, OUTPUT, GRADIENT, LOSS_GRADIENT):
             if self._wrong_in_float32(call, factor):
                 return cause, warn("step-skipped", f"{begin}{given}, in float32 too", fix=fix)
@@ -240,7 +245,9 @@ class NotFinite(Feature):
             return None if found is None else found.module, finite
 
         names, fixed = self._searched(cause.module, attempt)
-        given = f"{begin}{cause}, with the loss scale {self.run.loss_scale.before * factor:g}; the loss is finite"
+        given = (
+            f"{begin}{cause.sentence}, with the loss scale {self.run.loss_scale.before * factor:g}; the loss is finite"
+        )
         return warn("gradients-overflow-fp16", given, fix=self._line(names, fixed))
 
     def _searched(self, first: str, attempt: Callable[[], tuple[str | None, bool]]) -> tuple[list[str], bool | None]:

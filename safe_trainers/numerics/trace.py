@@ -152,10 +152,18 @@ class Cause:
         ranges = [values.to_dict() for values in self.ranges]
         return {**vars(self), "what": self.what.to_dict(), "ranges": ranges}
 
-    def __str__(self) -> str:
+    @property
+    def sentence(self) -> str:
+        """What is not finite and the first ranges, in one line."""
+        shown = [str(self.what), *map(str, self.ranges[:SHOWN])]
+        return f"{self.text} ({'; '.join(shown)})"
+
+    @property
+    def text(self) -> str:
+        """What is not finite, without ranges."""
         place = f"`{self.module}`" if self.module else f"the model, `{self.type}`,"
         computed = f"; the code of {self.outer} computes it between two modules" if self.outer else ""
-        what = {
+        return {
             WEIGHT: f"the weight `{self.what.name}` is not finite",
             INPUT: f"the input `{self.what.name}` of {place} is the first number that is not finite{computed}",
             OUTPUT: f"{place} is the first module whose output is not finite, for finite inputs",
@@ -165,8 +173,9 @@ class Cause:
             "from finite gradients of its outputs",
             LOSS_GRADIENT: "the loss is finite, but the gradient that it passes to the model's output is not",
         }[self.kind]
-        shown = [str(self.what), *map(str, self.ranges[:SHOWN])]
-        return f"{what} ({'; '.join(shown)})"
+
+    def __str__(self) -> str:
+        return "\n".join([self.text, *(f"  {values}" for values in (self.what, *self.ranges))])
 
 
 class Trace:

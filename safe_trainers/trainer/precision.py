@@ -4,6 +4,7 @@ from typing import TypeVar
 
 from ..boundaries.placement import BoundaryPlan
 from ..core.coverage import SafetyContract
+from ..core.errors import Problem
 from ..core.feature import Feature, Run
 from ..media.caster import MediaDecision
 from ..media.inputs import MediaInputs
@@ -93,6 +94,11 @@ class Precision:
     def not_finite(self) -> Cause | None:
         """The first number that was not finite in the last skipped step that was computed again; `None` if none."""
         return self._run.feature(NotFinite).cause
+
+    @property
+    def findings(self) -> tuple[Problem, ...]:
+        """The causes that were found for faults during training, each with what to write, in order."""
+        return tuple(self._run.findings)
 
     @property
     def report(self) -> Report:
