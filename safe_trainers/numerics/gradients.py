@@ -1,4 +1,4 @@
-"""Measures the gradients of module outputs in a backward pass, with hooks that change no number.
+"""Measures the gradients of module outputs in a backward pass, with hooks that do not change them.
 
 The hooks belong to the outputs of one forward pass, and go with them. What they measure stays on the device until
 `GradientWatch.finish` reads it.
