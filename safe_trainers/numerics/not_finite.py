@@ -66,6 +66,7 @@ class NotFinite(Feature):
         self._training = False
         self._inputs: Mapping[str, Any] = {}
         self._watch: GradientWatch | None = None
+        self._watched: LossCall | None = None
         self._watched_at: int | None = None
         self._explained = False
         self._noted: set[tuple[str, str, str]] = set()
@@ -73,7 +74,7 @@ class NotFinite(Feature):
 
     def on_train_begin(self) -> None:
         """Measures and explains again in each call of `train`."""
-        self.cause = self.gradients = self._watch = self._watched_at = self._unlogged = None
+        self.cause = self.gradients = self._watch = self._watched = self._watched_at = self._unlogged = None
         self._explained = False
         self.run.skip_cause = None
         self._replay = Replay(self.run)
@@ -100,7 +101,9 @@ class NotFinite(Feature):
             return self._replay.computed(call, inputs)
         self._watch = GradientWatch(self.run.model)
         with self._watch.attached():
-            return self._replay.computed(call, inputs)
+            result = self._replay.computed(call, inputs)
+        self._watched = self._replay.calls[-1] if self._replay.calls else None
+        return result
 
     def _watch_due(self) -> bool:
         every, last = self.run.settings.overflow_probe_steps, self._watched_at
@@ -111,15 +114,15 @@ class NotFinite(Feature):
         """Explains a step that the optimizer skipped on the device, and reads the gradients of the first step."""
         if self.run.gradient_norm.late:
             self._explain(self._replay.before, self.run.skipped_in_a_row + 1, self.run.step)
-        watch, self._watch = self._watch, None
+        watch, call, self._watch, self._watched = self._watch, self._watched, None, None
         if watch is None:
             return
         report = watch.finish(self.run.step, self.run.loss_scale.scaler.get_scale())
         if report.finite:
             self.gradients, self._watched_at = report, self.run.step
             logger.info("%s", report)
-            if self._replay.calls and report.suspects(names_of_adapters(self.run.model)):
-                self._guarded(lambda: self._measure_underflow(report, self._replay.calls[0]))
+            if call is not None and report.suspects(names_of_adapters(self.run.model)):
+                self._guarded(lambda: self._measure_underflow(report, call))
 
     def after_step(self, skipped: bool) -> None:
         """Explains a skipped step; its weights are those of its losses."""
