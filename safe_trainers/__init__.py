@@ -13,6 +13,7 @@ from .core.errors import (
     PrecisionError,
     PrecisionWarning,
     RecipeError,
+    RecordingError,
     SafeTrainersError,
     UnsupportedVersionError,
 )
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     )
     from .core.coverage import SafetyContract
     from .core.dtypes import parse_dtype
+    from .diff.live import diff_models
+    from .diff.record import record
     from .media.caster import MEDIA_KEYS
     from .model.inventory import ModelInventory, take_inventory
     from .policy.resolve import PrecisionPolicy, resolve
@@ -58,6 +61,8 @@ _NAMES_BY_MODULE = {
     "model.inventory": ("ModelInventory", "take_inventory"),
     "trainer.coverage": ("SafetyContract", "contract_of"),
     "core.dtypes": ("parse_dtype",),
+    "diff.live": ("diff_models",),
+    "diff.record": ("record",),
     "media.caster": ("MEDIA_KEYS",),
     "weights.merge_and_save": ("MergeCheck", "merge_and_save"),
     "trainer.base": ("PrecisionBase",),
@@ -85,6 +90,7 @@ __all__ = [
     "PrecisionPolicy",
     "PrecisionWarning",
     "RecipeError",
+    "RecordingError",
     "SafeDPOConfig",
     "SafeDPOTrainer",
     "SafeDistillationConfig",
@@ -104,9 +110,11 @@ __all__ = [
     "UnsupportedVersionError",
     "__version__",
     "contract_of",
+    "diff_models",
     "merge_and_save",
     "parse_dtype",
     "plan_boundaries",
+    "record",
     "resolve",
     "take_inventory",
 ]

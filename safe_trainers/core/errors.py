@@ -6,6 +6,7 @@ Exception
     ├── PrecisionError        (ValueError)   a run that would crash or lose precision; raised at construction
     │   └── CheckpointError                  a checkpoint that cannot be resumed, or weights that cannot be saved
     ├── ContractError         (TypeError)    a trainer class whose bases are in the wrong order
+    ├── RecordingError        (ValueError)   recordings of runs that are missing, damaged or of different models
     ├── RecipeError           (ValueError)   a recipe, command line or dataset that cannot be run
     └── UnsupportedVersionError (ImportError) TRL or transformers outside the supported range
 UserWarning
@@ -270,6 +271,10 @@ class CheckpointError(PrecisionError):
     """A checkpoint cannot be resumed, or weights cannot be saved as requested. Nothing was overwritten."""
 
     subject = "the checkpoints of this run"
+
+
+class RecordingError(SafeTrainersError, ValueError):
+    """Recordings of runs are missing, damaged or cannot be compared."""
 
 
 def raise_if(problems: Iterable[Problem | None], error: type[PrecisionError] = PrecisionError) -> None:

@@ -91,6 +91,9 @@ class Feature:
     def on_train_end(self) -> None:
         """Called when `train` has ended without an error."""
 
+    def on_step_begin(self) -> None:
+        """Called before the first micro-batch of an optimizer step, and before its rollout."""
+
     def before_step(self) -> None:
         """Called before an optimizer step, when the gradients are final."""
 

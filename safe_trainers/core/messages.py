@@ -77,6 +77,11 @@ WARNINGS = index(
         "`load_in_4bit=True`, whose layers compute in the dtype of the run, or `fp16=True`",
     ),
     Finding(
+        "not-recorded",
+        "{why}. The run continues, and is not recorded.",
+        "drop `record_steps`, or train with one process for each device and free space in `output_dir`",
+    ),
+    Finding(
         "rollout-not-aligned",
         "`rollout_compute='stock'` leaves generation to TRL: parts of the model may compute in another dtype during "
         "rollouts than during training.",

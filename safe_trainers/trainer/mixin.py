@@ -24,6 +24,7 @@ from ..core.errors import ContractError, raise_if
 from ..core.feature import Feature, Run
 from ..core.phase_clock import OPTIMIZER
 from ..core.trl import trl_bases
+from ..diff.feature import RunRecorder
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
 from ..numerics.finite_watch import FiniteWatch
@@ -84,6 +85,7 @@ class PrecisionMixin(ExactCheckpoints):
         NotFinite,
         FiniteWatch,
         StepMonitor,
+        RunRecorder,
     )
     _side = "above"
     __signature__: ClassVar[inspect.Signature]
@@ -294,6 +296,9 @@ class _Events(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer_state.begin_epoch(kwargs.get("train_dataloader"))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.tell("on_step_begin")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.loss_scale.before_step()

@@ -1,0 +1,87 @@
+"""Records the steps in `record_steps`, for `safe-trainers diff`."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import warn
+from ..core.feature import Feature, Run
+from . import storage
+from .record import StepWriter
+from .recorder import LOSS_NAME
+
+
+class RunRecorder(Feature):
+    """Writes recordings of chosen steps into `output_dir/recordings`. Without `record_steps` it does nothing."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._writer: StepWriter | None = None
+
+    def on_train_begin(self) -> None:
+        """Makes the writer, if the run records steps."""
+        args, steps = self.run.args, self.run.settings.record_steps
+        if not steps:
+            return
+        steps = list(range(1, steps + 1)) if isinstance(steps, int) else steps
+        if args.n_gpu > 1:
+            self.run.warn_once(warn("not-recorded", f"record_steps={steps}", why="`nn.DataParallel` runs copies of it"))
+            return
+        folder = Path(args.output_dir, storage.FOLDER)
+        self._writer = StepWriter(self.run.model, folder, steps, args, args.process_index)
+
+    def on_step_begin(self) -> None:
+        """Begins to record the next step, if it is one of `record_steps`."""
+        if self._writer is not None:
+            self._guarded(lambda writer: writer.begin(self.run.step + 1, self.run.trainer.optimizer))
+
+    def around_rollout(self, call: Callable[[], Any]) -> Any:
+        """Marks the calls of the model in a rollout."""
+        if self._writer is None:
+            return call()
+        self._writer.recorder.sampling = True
+        try:
+            return call()
+        finally:
+            self._writer.recorder.sampling = False
+
+    def on_loss_inputs(self, inputs: Any) -> Any:
+        """Records the inputs of a loss."""
+        if self._writer is not None and isinstance(inputs, Mapping):
+            self._writer.recorder.add(storage.LOSS, storage.PRE, LOSS_NAME, inputs)
+        return inputs
+
+    def around_loss(self, call: Callable[[], Any]) -> Any:
+        """Records a loss."""
+        result = call()
+        if self._writer is not None:
+            loss = result[0] if isinstance(result, tuple) else result
+            self._writer.recorder.add(storage.LOSS, storage.POST, LOSS_NAME, [loss])
+        return result
+
+    def before_step(self) -> None:
+        """Records the gradients and the state of the optimizer."""
+        if self._writer is not None:
+            self._writer.recorder.gradients(self.run.trainer.optimizer)
+
+    def after_step(self, skipped: bool) -> None:
+        """Records the updated weights, and writes the step."""
+        if self._writer is not None:
+            self._writer.recorder.updated()
+            self._guarded(lambda writer: writer.end())
+
+    def on_train_end(self) -> None:
+        """Removes the hooks if the last step did not end."""
+        if self._writer is not None:
+            self._writer.recorder.stop()
+
+    def _guarded(self, action: Callable[[StepWriter], None]) -> None:
+        """Writes; a full disk ends the recording and not the run."""
+        if self._writer is None:
+            return
+        try:
+            action(self._writer)
+        except OSError as error:
+            self._writer.recorder.stop()
+            self._writer = None
+            self.run.warn_once(warn("not-recorded", "record_steps", why=f"the file cannot be written: {error.strerror}"))

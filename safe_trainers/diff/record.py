@@ -1,0 +1,120 @@
+"""`record`: records any trainer or model; and the writer that it shares with the feature of the safe trainers."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from . import storage
+from .recorder import Recorder
+
+
+class StepWriter:
+    """Records chosen steps of a run, and writes each when it ends.
+
+    Args:
+        model: The model as it is called.
+        folder: The folder of the recording.
+        steps: The numbers of the steps, from 1.
+        args: The training arguments; `None` without.
+        rank: The number of this process.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path, steps: Sequence[int], args: Any = None, rank: int = 0) -> None:
+        self.recorder = Recorder(model, args)
+        self._folder, self._steps, self._rank = folder, frozenset(steps), rank
+        self._number = 0
+        self._described = False
+
+    def begin(self, number: int, optimizer: Any = None) -> None:
+        """Begins to record a step if it is one of the chosen steps; a step that did not end is discarded."""
+        if self.recorder.recording:
+            self.recorder.stop()
+        if number in self._steps:
+            self._number = number
+            self.recorder.begin(optimizer)
+            if not self._described:
+                self._described = True
+                description = self.recorder.description()
+                if self._rank == 0:
+                    _remove_old(self._folder)
+                    storage.write_model(self._folder, description)
+
+    def end(self) -> None:
+        """Ends the step and writes it.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        if self.recorder.recording:
+            columns, tables = self.recorder.end()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            storage.write_step(self._folder, self._number, self._rank, columns, tables)
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes the steps of an earlier recording, whose settings may differ from those that are written now."""
+    for path in folder.glob("step-*.safetensors") if folder.is_dir() else ():
+        path.unlink()
+
+
+@contextlib.contextmanager
+def record(target: Any, path: str | Path, steps: int | Sequence[int] = 1) -> Iterator[None]:
+    """Records what a trainer or a model computes in a block, for `safe-trainers diff`.
+
+    The recording changes no value and no random state. The safe trainers record themselves with `record_steps`.
+
+    Args:
+        target: Any trainer of transformers or TRL, whose steps are recorded, or a model. What a model computes in the
+            block is recorded as one step; gradients are recorded if `backward` is called in it.
+        path: The folder of the recording; an older recording in it is replaced.
+        steps: For a trainer: the number of steps to record, from the first, or a list of the numbers of steps.
+
+    Raises:
+        TypeError: If `target` is neither a trainer nor a model.
+    """
+    folder = Path(path)
+    if isinstance(target, nn.Module):
+        writer = StepWriter(target, folder, [1])
+        writer.begin(1)
+        try:
+            yield
+            writer.recorder.gradients(None)
+            writer.end()
+        finally:
+            writer.recorder.stop()
+        return
+    if not hasattr(target, "add_callback"):
+        raise TypeError(f"record takes a trainer or a model, got {type(target).__name__}")
+    chosen = range(1, steps + 1) if isinstance(steps, int) else steps
+    callback = _callback(target, StepWriter(target.model, folder, chosen, target.args, target.args.process_index))
+    target.add_callback(callback)
+    try:
+        yield
+    finally:
+        target.remove_callback(callback)
+        callback.writer.recorder.stop()
+
+
+def _callback(trainer: Any, writer: StepWriter) -> Any:
+    from transformers import TrainerCallback
+
+    class Records(TrainerCallback):
+        """Passes the events of the training loop to the writer."""
+
+        def __init__(self) -> None:
+            self.writer = writer
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            writer.begin(state.global_step + 1, trainer.optimizer)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            writer.recorder.gradients(trainer.optimizer)
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            writer.recorder.updated()
+            writer.end()
+
+    return Records()

@@ -1,0 +1,271 @@
+"""The files of a recording: `recordings/model.json`, and one safetensors file for each step and process.
+
+A file of a step contains `values` (digests of tensors) and `events` (which module had which value, in order of time). It
+has no pickled objects, is written atomically, and is at most `MOST_BYTES` long.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from ..core.errors import RecordingError
+from ..core.files import read_json, replace_file
+from .digest import SAMPLES, Digest
+
+
+FOLDER, MODEL = "recordings", "model.json"
+"""The folder in a run's `output_dir`, and the file that describes the model."""
+VERSION = 1
+MOST_BYTES = 1_000_000
+"""Largest size of the file of a step."""
+PHASES = START, ROLLOUT, SCORING, FORWARD, LOSS, BACKWARD, OPTIMIZER = (
+    "start", "rollout", "scoring", "forward", "loss", "backward", "optimizer",
+)  # fmt: skip
+"""The phases of a step. `start` has the weights; `backward` has the forward passes that checkpointing repeats."""
+KINDS = PRE, POST, GRADIENT, WEIGHT, BUFFER, DERIVED, STATE, UPDATED, TOKEN_PRE, TOKEN, ARGUMENTS, RANDOM = (
+    "pre", "post", "gradient", "weight", "buffer", "derived", "state", "updated", "token_pre", "token", "arguments",
+    "random",
+)  # fmt: skip
+"""What an event is: an input or output of a module; a gradient of an output or a parameter; a parameter, a buffer, or a
+buffer that is not saved; optimizer state; a parameter after the step; an input or output at one token; the arguments
+of a call that are not tensors; the random state."""
+
+_FILE = re.compile(r"step-(\d+)(?:-rank-(\d+))?\.safetensors")
+
+
+class Event(NamedTuple):
+    """One recorded value.
+
+    Attributes:
+        phase: One of `PHASES`.
+        kind: One of `KINDS`.
+        name: Canonical name of the module; in parentheses if it is not a module, such as `(loss)`.
+        call: Number of the module's call in the phase, and of the token in a rollout.
+        slot: Name of the input, output, parameter or state.
+        value: The digest; `None` for arguments and the random state.
+        autocast: Autocast dtype; empty without autocast.
+        training: Whether the module was in training mode.
+        extra: Hash of the random state, the arguments as JSON, or the key of a token, as a string.
+    """
+
+    phase: str
+    kind: str
+    name: str
+    call: int
+    slot: str
+    value: Digest | None
+    autocast: str
+    training: bool
+    extra: str
+
+
+@dataclass
+class Step:
+    """The recording of one step.
+
+    Attributes:
+        number: The number of the step, from 1.
+        events: The events in order of time.
+        settings: Settings that differ from those of the recording, by module.
+        rows: Hashes of the tokens of each sequence without padding, by phase and call.
+        dropped: Events that were left out because the file would have been too large.
+    """
+
+    number: int
+    events: list[Event]
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, list[int]] = field(default_factory=dict)
+    dropped: int = 0
+
+
+@dataclass
+class Recording:
+    """A recording: the model, and the steps in their order.
+
+    Attributes:
+        path: Its folder.
+        model: What `model.json` contains: `kinds` and `settings` by module, `shapes` by parameter, `environment`.
+        steps: The path of each step's file by number.
+    """
+
+    path: Path
+    model: dict[str, Any]
+    steps: dict[int, Path]
+
+    def step(self, number: int) -> Step:
+        """Reads a step.
+
+        Args:
+            number: The number of the step.
+
+        Raises:
+            RecordingError: If the file is damaged.
+        """
+        return read_step(self.steps[number], number)
+
+    def settings(self, step: Step) -> dict[str, dict[str, Any]]:
+        """Returns the settings of each module in a step."""
+        return {**self.model["settings"], **step.settings}
+
+
+class Interned:
+    """Numbers for strings and other hashable values, in the order of first use."""
+
+    def __init__(self, known: Iterable[Any] = ()) -> None:
+        self._numbers = {value: number for number, value in enumerate(known)}
+
+    def __call__(self, value: Any) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    @property
+    def values(self) -> list[Any]:
+        """The values by number."""
+        return list(self._numbers)
+
+
+def write_model(folder: Path, model: Mapping[str, Any]) -> None:
+    """Writes `model.json`.
+
+    Args:
+        folder: The folder of the recording; made if it does not exist.
+        model: The description, see `Recording`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"version": VERSION, **model}, default=str)
+    replace_file(folder / MODEL, lambda file: file.write(text.encode()))
+
+
+def write_step(folder: Path, number: int, rank: int, columns: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+    """Writes the file of a step; keeps fewer samples, and then fewer events, if it would be too large.
+
+    Args:
+        folder: The folder of the recording.
+        number: The number of the step.
+        rank: The number of the process.
+        columns: `events`, (E, 8) int32; `extra`, (E,) int64; `hashes`, (V,) int64; `stats`, (V, 3) float64;
+            `kinds`, (V, 2) int32; `samples`, V arrays of float32.
+        tables: The values that the numbers stand for, and `settings` and `rows`.
+    """
+    events, extra, samples = columns["events"], columns["extra"], columns["samples"]
+    header = len(json.dumps(tables, default=str)) + 2000
+    fixed = header + events.nbytes + extra.nbytes + sum(columns[name].nbytes for name in ("hashes", "stats", "kinds"))
+    size, kept = SAMPLES, len(events)
+    while size > 4 and fixed + sum(4 * min(size, len(s)) + 2 for s in samples) > MOST_BYTES:
+        size //= 2
+    total = fixed + sum(4 * min(size, len(s)) + 2 for s in samples)
+    if total > MOST_BYTES and len(events):
+        kept = max(1, int(len(events) * (MOST_BYTES - header) / max(1, total - header)))
+    used = int(events[:kept, 5].max(initial=-1)) + 1
+    thin = [sample[:: max(1, -(-len(sample) // size))][:size] for sample in samples[:used]]
+    tensors = {
+        "events": events[:kept],
+        "extra": extra[:kept],
+        "hashes": columns["hashes"][:used],
+        "stats": columns["stats"][:used],
+        "kinds": columns["kinds"][:used],
+        "lengths": np.array([len(sample) for sample in thin], np.int16),
+        "samples": np.concatenate([*thin, np.zeros(0, np.float32)]),
+    }
+    dropped = len(events) - kept
+    metadata = {"tables": json.dumps({**tables, "dropped": dropped, "version": VERSION}, default=str)}
+    content = save({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}, metadata)
+    name = f"step-{number:06d}" + (f"-rank-{rank}" if rank else "") + ".safetensors"
+    temporary = folder / f".{name}.part"
+    temporary.write_bytes(content)  # not synced to the disk, which takes milliseconds
+    temporary.replace(folder / name)
+
+
+def read_step(path: Path, number: int) -> Step:
+    """Reads the file of a step.
+
+    Args:
+        path: Path of the file.
+        number: The number of the step.
+
+    Raises:
+        RecordingError: If the file is damaged.
+    """
+    try:
+        with safe_open(path, "np") as file:
+            tables = json.loads(file.metadata()["tables"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _step(number, tables, arrays)
+    except (SafetensorError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise RecordingError(f"{path} is not a complete recording of a step: {error}. Record the run again") from error
+
+
+def _step(number: int, tables: dict[str, Any], arrays: dict[str, Any]) -> Step:
+    ends = np.cumsum(arrays["lengths"].astype(np.int64))
+    starts, kinds = ends - arrays["lengths"], arrays["kinds"]
+    digests = [
+        Digest(tables["dtypes"][kinds[i, 0]], tuple(tables["shapes"][kinds[i, 1]]), int(arrays["hashes"][i]),
+               float(arrays["stats"][i, 0]), float(arrays["stats"][i, 1]), int(arrays["stats"][i, 2]),
+               arrays["samples"][starts[i] : ends[i]])
+        for i in range(len(ends))
+    ]  # fmt: skip
+    events = []
+    for row, extra in zip(arrays["events"].tolist(), arrays["extra"].tolist(), strict=True):
+        phase, kind, name, call, slot, value, autocast, training = row
+        detail = tables["arguments"][extra] if KINDS[kind] == ARGUMENTS else str(extra)
+        events.append(
+            Event(PHASES[phase], KINDS[kind], tables["names"][name], call, tables["slots"][slot],
+                  digests[value] if value >= 0 else None, tables["autocasts"][autocast], bool(training), detail)
+        )  # fmt: skip
+    return Step(number, events, tables["settings"], tables["rows"], tables["dropped"])
+
+
+def folder_of(path: Path) -> Path | None:
+    """Returns the folder with the recording of a run folder, or of the folder itself; `None` if there is none."""
+    return next((place for place in (path / FOLDER, path) if (place / MODEL).is_file()), None)
+
+
+def read_recording(path: str | Path, rank: int = 0) -> Recording:
+    """Opens a recording.
+
+    Args:
+        path: A run's `output_dir`, its folder `recordings`, or the folder that was passed to `record`.
+        rank: The process whose files are read.
+
+    Returns:
+        The recording; its steps are read on demand.
+
+    Raises:
+        RecordingError: If there is no recording, or it was made by another version of the format.
+    """
+    given = Path(path)
+    folder = folder_of(given)
+    if folder is None:
+        what = "has no recordings" if given.is_dir() else "is not a folder"
+        raise RecordingError(
+            f"{given} {what}. Record the run: write record_steps: [1] in its recipe (`record_steps=[1]` in its config), "
+            "or run it in `safe_trainers.record(trainer, PATH)`"
+        )
+    try:
+        model = read_json(folder / MODEL)
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{folder / MODEL} cannot be read: {error}. Record the run again") from error
+    if model.get("version") != VERSION:
+        raise RecordingError(
+            f"{folder} has version {model.get('version')} of the format, and this release reads {VERSION}. "
+            "Record the run again"
+        )
+    steps = {}
+    for file in sorted(folder.iterdir()):
+        match = _FILE.fullmatch(file.name)
+        if match and int(match[2] or 0) == rank:
+            steps[int(match[1])] = file
+    if not steps:
+        raise RecordingError(f"{folder} has no steps: the run ended before the first step of `record_steps`")
+    return Recording(folder, model, steps)
+
+
+Writer = Callable[[int, Mapping[str, Any], Mapping[str, Any]], None]
+"""Receives the number of a step, its columns and its tables, as `write_step` does."""
