@@ -25,7 +25,9 @@ class RunRecorder(Feature):
             return
         steps = list(range(1, steps + 1)) if isinstance(steps, int) else steps
         if args.n_gpu > 1:
-            self.run.warn_once(warn("not-recorded", f"record_steps={steps}", why="`nn.DataParallel` runs copies of it"))
+            self.run.warn_once(
+                warn("not-recorded", f"record_steps={steps}", why="`nn.DataParallel` runs copies of it")
+            )
             return
         folder = Path(args.output_dir, storage.FOLDER)
         self._writer = StepWriter(self.run.model, folder, steps, args, args.process_index)
@@ -84,4 +86,6 @@ class RunRecorder(Feature):
         except OSError as error:
             self._writer.recorder.stop()
             self._writer = None
-            self.run.warn_once(warn("not-recorded", "record_steps", why=f"the file cannot be written: {error.strerror}"))
+            self.run.warn_once(
+                warn("not-recorded", "record_steps", why=f"the file cannot be written: {error.strerror}")
+            )

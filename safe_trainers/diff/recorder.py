@@ -77,13 +77,14 @@ class Recorder:
         """
         self._clear()
         self._open = True
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
         modules = list(watched_modules(self.model))
         self._names = {id(module): name for name, module in modules}
         self._weights()
-        self._settings = settings.of_model(self.model, self._configs)
+        self._settings: dict[str, dict[str, Any]] = settings.of_model(self.model, self._configs)
         self._settings[ARGUMENTS_NAME] = self._arguments
         self._settings[OPTIMIZER_NAME] = settings.of_optimizer(optimizer)
-        for name, module in modules:
+        for _, module in modules:
             self._stochastic[id(module)] = _is_stochastic(module)
             self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave))
@@ -95,7 +96,8 @@ class Recorder:
         self._extras: list[int] = []
         self._values: list[tuple[Any, Any, Any]] = []
         self._kinds: list[tuple[int, int]] = []
-        self._waiting: dict[int, torch.Tensor] = {}
+        self._waiting: list[tuple[int, int, torch.Tensor]] = []  # number of the first value, count of rows, tensor
+        self._token_seen: dict[int, Any] = {}
         self._seen: dict[int, tuple[Any, int, int]] = {}
         self._hooked: dict[int, tuple[Any, int]] = {}
         self._counts: Counter[tuple[int, str]] = Counter()
@@ -103,7 +105,6 @@ class Recorder:
         self._stochastic: dict[int, bool] = {}
         self._tokens, self._rows = TokenRows(), dict[str, list[int]]()
         self._inside, self._phase = False, _PHASE[storage.FORWARD]
-        self._settings: dict[str, dict[str, Any]] = {}
 
     def stop(self) -> None:
         """Removes the hooks and discards what was recorded of the step."""
@@ -189,17 +190,26 @@ class Recorder:
             return
         for name, slot, parameter in self._trained():
             if parameter.grad is not None:
-                self._event(_PHASE[storage.BACKWARD], storage.GRADIENT, name, 0, f"{slot}.grad", self._value(parameter.grad))
+                self._event(
+                    _PHASE[storage.BACKWARD],
+                    storage.GRADIENT,
+                    name,
+                    0,
+                    f"{slot}.grad",
+                    self._value(parameter.grad, False),
+                )
         state = getattr(optimizer, "state", {})
         for name, slot, parameter in self._trained():
             for key, tensor in tensors_in(state.get(parameter, {}), ""):
-                self._event(_PHASE[storage.OPTIMIZER], storage.STATE, name, 0, f"{slot}/{key}", self._value(tensor))
+                self._event(
+                    _PHASE[storage.OPTIMIZER], storage.STATE, name, 0, f"{slot}/{key}", self._value(tensor, False)
+                )
 
     def updated(self) -> None:
         """Records the trained parameters after an optimizer step."""
         if self._open:
             for name, slot, parameter in self._trained():
-                self._event(_PHASE[storage.OPTIMIZER], storage.UPDATED, name, 0, slot, self._value(parameter))
+                self._event(_PHASE[storage.OPTIMIZER], storage.UPDATED, name, 0, slot, self._value(parameter, False))
 
     def _trained(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -239,6 +249,7 @@ class Recorder:
         self._current[id(module)] = phase, call
         inputs = {**dict(zip(_argument_names(module), args, strict=False)), **kwargs}
         if not name:
+            self._token_seen.clear()
             self._tokens.begin(inputs, phase == _PHASE[storage.ROLLOUT])
             if call < MOST_CALLS and phase != _PHASE[storage.ROLLOUT] and "input_ids" in inputs:
                 self._rows[f"{PHASES[phase]} {call}"] = row_hashes(inputs["input_ids"], inputs.get("attention_mask"))
@@ -248,6 +259,7 @@ class Recorder:
             return
         for slot, tensor in tensors:
             self._event(phase, storage.PRE, name, call, slot, self._value(tensor), training=module.training)
+            self._watch_gradient(name, call, slot, tensor)
         self._scalars(phase, name, call, inputs, module.training)
         if self._stochastic[id(module)] and module.training:
             state = digest.hash_of(_random_state(module))
@@ -266,15 +278,24 @@ class Recorder:
             return
         for slot, tensor in tensors:
             self._event(phase, storage.POST, name, call, slot, self._value(tensor), training=module.training)
-            if tensor.requires_grad and torch.is_grad_enabled() and self._is_new(tensor):
-                self._handles.append(tensor.register_hook(_GradientHook(self, name, call, slot)))
+            self._watch_gradient(name, call, slot, tensor)
 
     def _token_events(self, phase: int, kind: str, name: str, tensors: Any, training: bool) -> None:
-        if not self._tokens.chosen:
+        if not self._tokens.chosen or phase == _PHASE[storage.BACKWARD]:
             return
         for slot, tensor in tensors:
-            for number, key, row in self._tokens.rows_of(tensor):
-                self._event(phase, kind, name, number, slot, self._value(row), training=training, extra=key)
+            if kind == storage.TOKEN_PRE and tensor.is_floating_point():
+                continue  # the output of an earlier module
+            known = self._token_seen.get(id(tensor))
+            if known is not None and known() is tensor:
+                continue  # a module returns the output of its last child
+            self._token_seen[id(tensor)] = weakref.ref(tensor)
+            found = self._tokens.rows_of(name, slot, tensor)
+            if found is None:
+                continue
+            first = self._rows_value(found[1])
+            for place, (number, key) in enumerate(found[0]):
+                self._event(phase, kind, name, number, slot, first + place, training=training, extra=key)
 
     def _phase_of_call(self, kwargs: Mapping[str, Any]) -> int:
         if torch.is_grad_enabled():
@@ -287,14 +308,14 @@ class Recorder:
         if self._open:
             self._event(_PHASE[storage.BACKWARD], storage.GRADIENT, name, call, slot, self._value(gradient))
 
-    def _is_new(self, tensor: torch.Tensor) -> bool:
-        """Whether no gradient hook was registered for this tensor; a parent often returns its child's output."""
-        known = self._hooked.get(id(tensor))
-        version = tensor._version
-        if known is not None and known[0]() is tensor and known[1] == version:
-            return False
-        self._hooked[id(tensor)] = weakref.ref(tensor), version
-        return True
+    def _watch_gradient(self, name: str, call: int, slot: str, tensor: torch.Tensor) -> None:
+        """Registers a hook on a tensor that has none yet; a parent often returns its child's output."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()) or tensor.is_leaf:
+            return
+        known, version = self._hooked.get(id(tensor)), tensor._version
+        if known is None or known[0]() is not tensor or known[1] != version:
+            self._hooked[id(tensor)] = weakref.ref(tensor), version
+            self._handles.append(tensor.register_hook(_GradientHook(self, name, call, slot)))
 
     # ---- Values ----
 
@@ -305,7 +326,15 @@ class Recorder:
             self._event(phase, storage.ARGUMENTS, name, call, "", -1, training=training, extra=number)
 
     def _event(
-        self, phase: int, kind: str, name: str, call: int, slot: str, value: int, training: bool = False, extra: int = 0
+        self,
+        phase: int,
+        kind: str,
+        name: str,
+        call: int,
+        slot: str,
+        value: int,
+        training: bool = False,
+        extra: int = 0,
     ) -> None:
         autocast = self._autocasts(_autocast_dtype(self._device))
         self._events.append(
@@ -313,44 +342,55 @@ class Recorder:
         )
         self._extras.append(extra)
 
-    @property
-    def _device(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    def _value(self, tensor: torch.Tensor, known: bool = True) -> int:
+        """Returns the number of a tensor's digest.
 
-    def _value(self, tensor: torch.Tensor) -> int:
-        """Returns the number of a tensor's digest; a tensor that was not changed since is not measured again."""
-        version = -1 if tensor.is_inference() else tensor._version
-        known = self._seen.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version >= 0:
-            return known[2]
-        with torch.no_grad():
-            flat = digest.plain(tensor)
-            if flat.device.type == "cpu" and 0 < flat.numel() <= digest.BATCHED:
-                self._waiting[len(self._values)] = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
-                self._values.append((0, (), ()))
-                if len(self._waiting) >= MOST_WAITING:
-                    self._measure_waiting()
-            else:
-                self._values.append(digest.measure(flat))
+        A tensor that was not changed since is not measured again, except if it may have been changed without a new
+        version, as optimizers do with parameters.
+        """
+        version = -1 if tensor.is_inference() or not known else tensor._version
+        seen = self._seen.get(id(tensor))
+        if seen is not None and seen[0]() is tensor and seen[1] == version >= 0:
+            return seen[2]
+        flat = digest.plain(tensor)
+        if flat.device.type == "cpu" and 0 < flat.numel() <= digest.BATCHED:
+            copied = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
+            self._waiting.append((len(self._values), 1, copied))
+            self._values.append((0, (), ()))
+            if len(self._waiting) >= MOST_WAITING:
+                self._measure_waiting()
+        else:
+            self._values.append(digest.measure(flat))
         kind = self._dtypes(str(tensor.dtype).removeprefix("torch.")), self._shapes(tuple(tensor.shape))
         self._kinds.append(kind)
         self._seen[id(tensor)] = weakref.ref(tensor), version, len(self._values) - 1
         return len(self._values) - 1
 
+    def _rows_value(self, rows: torch.Tensor) -> int:
+        """Adds the digests of the rows of a matrix, which is not shared, and returns the number of the first."""
+        first, (count, width) = len(self._values), rows.shape
+        self._kinds += [(self._dtypes(str(rows.dtype).removeprefix("torch.")), self._shapes((width,)))] * count
+        if rows.device.type == "cpu":
+            self._waiting.append((first, count, rows))
+            self._values += [(0, (), ())] * count
+        else:
+            self._values += [digest.measure(row) for row in rows]
+        return first
 
     def _measure_waiting(self) -> None:
         """Measures the small tensors that were copied; large ones are measured at once, to copy nothing large."""
-        measured = digest.measure_many(list(self._waiting.values()))
-        for index, found in zip(self._waiting, measured, strict=True):
-            self._values[index] = found
+        measured = iter(digest.measure_many([(tensor, count) for _, count, tensor in self._waiting]))
+        for first, count, _ in self._waiting:
+            for index in range(first, first + count):
+                self._values[index] = next(measured)
         self._waiting.clear()
 
 
 class _GradientHook:
     """Passes a gradient to the recorder, and keeps no tensor alive."""
 
-    def __init__(self, recorder: Recorder, *place: Any) -> None:
-        self._recorder, self._place = recorder, place
+    def __init__(self, recorder: Recorder, name: str, call: int, slot: str) -> None:
+        self._recorder, self._place = recorder, (name, call, slot)
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._recorder.gradient(*self._place, gradient)
@@ -358,7 +398,11 @@ class _GradientHook:
 
 def _fetched(values: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, list[Any]]:
     """Reads all measured values from their devices at once: hashes (V,), stats (V, 3), samples."""
-    hashes, stats, samples = np.zeros(len(values), np.int64), np.zeros((len(values), 3)), [np.zeros(0, np.float32)] * len(values)
+    hashes, stats, samples = (
+        np.zeros(len(values), np.int64),
+        np.zeros((len(values), 3)),
+        [np.zeros(0, np.float32)] * len(values),
+    )
     waiting = []
     for index, (value, measured, sample) in enumerate(values):
         if isinstance(value, torch.Tensor):
@@ -387,7 +431,7 @@ def _in_backward() -> bool:
 
 
 def _is_stochastic(module: nn.Module) -> bool:
-    """Whether a module's own code draws random numbers in training: `nn.Dropout`, or an attribute such as `dropout`."""
+    """Whether a module's own code draws random numbers in training: dropout, or an attribute such as `dropout`."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     named = (value for name, value in vars(module).items() if "drop" in name or "jitter" in name)
@@ -405,11 +449,8 @@ def _argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the positional arguments of a module's forward method, so that calls by position and name align."""
     kind = type(module)
     if kind not in _SIGNATURES:
-        try:
-            parameters = inspect.signature(kind.forward).parameters.values()
-        except (TypeError, ValueError):
-            parameters = ()
-        positional = (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) if (p := inspect.Parameter) else ()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(kind.forward).parameters.values()
         names = [parameter.name for parameter in parameters if parameter.kind in positional][1:]
         _SIGNATURES[kind] = (*names, *(str(index) for index in range(len(names), 16)))
     return _SIGNATURES[kind]

@@ -27,7 +27,8 @@ _IGNORED = frozenset(
 )  # fmt: skip
 _PATHS = ("output_dir", "logging_dir", "run_name", "hub_", "push_to", "report", "log_", "logging", "disable_tqdm",
           "save_", "record_steps", "dataloader", "overwrite", "trackio", "project", "local_rank", "vllm_server",
-          "dataset_num_proc", "do_", "resume", "eval_", "skip_memory", "precision_report", "precision_metrics")  # fmt: skip
+          "dataset_num_proc", "do_", "resume", "eval_", "skip_memory", "precision_report",
+          "precision_metrics")  # fmt: skip
 
 
 def flat(value: Any, name: str, depth: int = 4) -> Iterator[tuple[str, Scalar]]:
@@ -129,7 +130,6 @@ def environment(device: torch.device) -> dict[str, Scalar]:
         "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "mkldnn": torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
     }
     if device.type == "cuda":
         matmul = torch.backends.cuda.matmul

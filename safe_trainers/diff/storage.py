@@ -1,7 +1,7 @@
 """The files of a recording: `recordings/model.json`, and one safetensors file for each step and process.
 
-A file of a step contains `values` (digests of tensors) and `events` (which module had which value, in order of time). It
-has no pickled objects, is written atomically, and is at most `MOST_BYTES` long.
+A file of a step contains `values` (digests of tensors) and `events` (which module had which value, in order of time).
+It has no pickled objects, is written atomically, and is at most `MOST_BYTES` long.
 """
 
 import json
@@ -34,8 +34,8 @@ KINDS = PRE, POST, GRADIENT, WEIGHT, BUFFER, DERIVED, STATE, UPDATED, TOKEN_PRE,
     "pre", "post", "gradient", "weight", "buffer", "derived", "state", "updated", "token_pre", "token", "arguments",
     "random",
 )  # fmt: skip
-"""What an event is: an input or output of a module; a gradient of an output or a parameter; a parameter, a buffer, or a
-buffer that is not saved; optimizer state; a parameter after the step; an input or output at one token; the arguments
+"""What an event is: an input or output of a module; a gradient of an output or a parameter; a parameter, a buffer, or
+a buffer that is not saved; optimizer state; a parameter after the step; an input or output at one token; the arguments
 of a call that are not tensors; the random state."""
 
 _FILE = re.compile(r"step-(\d+)(?:-rank-(\d+))?\.safetensors")
@@ -123,6 +123,7 @@ class Interned:
         self._numbers = {value: number for number, value in enumerate(known)}
 
     def __call__(self, value: Any) -> int:
+        """Returns the number of a value."""
         return self._numbers.setdefault(value, len(self._numbers))
 
     @property
@@ -245,8 +246,8 @@ def read_recording(path: str | Path, rank: int = 0) -> Recording:
     if folder is None:
         what = "has no recordings" if given.is_dir() else "is not a folder"
         raise RecordingError(
-            f"{given} {what}. Record the run: write record_steps: [1] in its recipe (`record_steps=[1]` in its config), "
-            "or run it in `safe_trainers.record(trainer, PATH)`"
+            f"{given} {what}. Record the run: write record_steps: [1] in its recipe (`record_steps=[1]` in its "
+            "config), or run it in `safe_trainers.record(trainer, PATH)`"
         )
     try:
         model = read_json(folder / MODEL)

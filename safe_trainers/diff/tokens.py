@@ -1,13 +1,15 @@
-"""Tokens by their whole prefix, so that a token of a rollout is found again when it is scored, whatever the padding."""
+"""Tokens by their whole prefix, so that a sampled token is found again when it is scored, whatever the padding."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from .digest import hash_of, plain
 
-MOST_ROWS, MOST_TOKENS = 2, 8
+
+MOST_ROWS, MOST_TOKENS = 2, 6
 """Sequences of a rollout, and tokens of each, whose values are recorded: the last of the prompt and the first ones of
 the completion."""
 SEARCHED_ROWS = 16
@@ -54,6 +56,26 @@ def _real(ids: torch.Tensor, mask: Any, most: int) -> list[tuple[np.ndarray[Any,
     return [(np.flatnonzero(row), tokens[row]) for row, tokens in zip(kept, array, strict=True)]
 
 
+def media_of(inputs: Mapping[str, Any], rows: int) -> np.ndarray[Any, Any] | None:
+    """Returns a hash of the images of each sequence, (B,) int64; `None` if it is not known which image is whose.
+
+    Args:
+        inputs: The inputs of the model by name.
+        rows: The number of sequences, B.
+    """
+    pixels, grid = inputs.get("pixel_values"), inputs.get("image_grid_thw")
+    if not isinstance(pixels, torch.Tensor):
+        return np.zeros(rows, np.int64)
+    if isinstance(grid, torch.Tensor) and len(grid) == rows:
+        parts = list(pixels.split(grid.prod(-1).tolist()))
+    elif len(pixels) == rows:
+        parts = list(pixels)
+    else:
+        return None
+    halves = (plain(part).to(torch.bfloat16) for part in parts)  # the dtype of a rollout may be another one
+    return np.array([int(hash_of(half)) for half in halves], np.int64)
+
+
 class TokenRows:
     """The tokens of the running call of the model whose values are recorded.
 
@@ -66,6 +88,9 @@ class TokenRows:
         self._shape = (0, 0)
         self._numbers: dict[int, int] = {}
         self._sequences: list[list[int]] = []
+        self._seeds: np.ndarray[Any, Any] = np.zeros(0, np.int64)
+        self._prompt = 0
+        self._origins: dict[tuple[str, int], torch.Tensor] = {}
 
     def begin(self, inputs: Mapping[str, Any], rollout: bool) -> None:
         """Chooses the tokens of a call: the first ones of a rollout, and those again in other phases.
@@ -78,27 +103,33 @@ class TokenRows:
         self.chosen = []
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or (not rollout and not self._numbers):
             return
+        seeds = media_of(inputs, ids.shape[0])
+        if seeds is None:
+            return
         self._shape = ids.shape[0], ids.shape[1]
+        decoding = rollout and self._is_decoding(ids, mask)
+        if not decoding:
+            self._origins.clear()
         if not rollout:
-            for row, (places, tokens) in enumerate(_real(ids, mask, SEARCHED_ROWS)):
-                for place, key in zip(places.tolist(), prefix_hashes(tokens).tolist(), strict=True):
+            for row, (real, tokens) in enumerate(_real(ids, mask, SEARCHED_ROWS)):
+                for place, key in zip(real.tolist(), (prefix_hashes(tokens) ^ seeds[row]).tolist(), strict=True):
                     if key in self._numbers:
                         self.chosen.append((row, place, self._numbers[key], key))
             return
-        if self._is_decoding(ids, mask):
+        if decoding:
             if self._sequences and len(self._sequences[0]) - self._prompt >= MOST_TOKENS - 1:
                 return
-            for sequence, token in zip(self._sequences, ids[:MOST_ROWS, -1].tolist(), strict=False):
-                sequence.append(token)
+            for known, token in zip(self._sequences, ids[:MOST_ROWS, -1].tolist(), strict=False):
+                known.append(token)
             places = [0] * len(self._sequences)
         else:
             found = _real(ids, mask, MOST_ROWS)
-            self._sequences = [tokens.tolist() for _, tokens in found]
+            self._sequences, self._seeds = [tokens.tolist() for _, tokens in found], seeds
             self._prompt = len(self._sequences[0]) if self._sequences else 0
             places = [int(place[-1]) if len(place) else 0 for place, _ in found]
         for row, (sequence, place) in enumerate(zip(self._sequences, places, strict=True)):
             if sequence:
-                key = int(prefix_hashes(np.array(sequence))[-1])
+                key = int(prefix_hashes(np.array(sequence))[-1] ^ self._seeds[row])
                 number = self._numbers.setdefault(key, len(self._numbers))
                 if number < 2 * MOST_ROWS * MOST_TOKENS:
                     self.chosen.append((row, place, number, key))
@@ -107,17 +138,27 @@ class TokenRows:
         longer = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > ids.shape[1]
         return ids.shape[1] == 1 and bool(self._sequences) and (longer or not isinstance(mask, torch.Tensor))
 
-    def rows_of(self, tensor: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yields number, key and values of each chosen token in a tensor.
+    def rows_of(self, name: str, slot: str, tensor: torch.Tensor) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
+        """Returns number and key of each chosen token in a tensor, and a copy of their values, (N, H).
 
         Args:
-            tensor: (B, T) or (B, T, H); logits may be those of the last tokens only. Others have no rows.
+            name: The module; only the model and its head return fewer tokens than there are.
+            slot: Name of the tensor.
+            tensor: (B, T), (1, T) or (B, T, H); logits may be those of the last tokens only. `None` for others.
         """
-        if tensor.ndim not in (2, 3) or tensor.shape[0] != self._shape[0] or tensor.shape[1] > self._shape[1]:
-            return
-        if tensor.ndim == 2 and tensor.shape[1] != self._shape[1]:
-            return
+        if tensor.ndim not in (2, 3) or tensor.shape[0] not in (1, self._shape[0]) or tensor.shape[1] > self._shape[1]:
+            return None
+        if tensor.shape[1] != self._shape[1] and (tensor.ndim == 2 or (name and "head" not in name)):
+            return None
         offset = self._shape[1] - tensor.shape[1]
-        for row, place, number, key in self.chosen:
-            if place >= offset:
-                yield number, key, tensor[row, place - offset]
+        found = [(row, place - offset, number, key) for row, place, number, key in self.chosen if place >= offset]
+        if not found:
+            return None
+        rows, places, numbers, keys = zip(*found, strict=True)
+        held = [row if tensor.shape[0] > 1 else 0 for row in rows]
+        values = tensor.detach()[held, list(places)]  # (N, H) or (N,)
+        if "position" in slot and not tensor.is_floating_point():
+            # Padding moves all positions of a sequence, so that they are counted from its first chosen token.
+            origins = [self._origins.setdefault((slot, row), value) for row, value in zip(rows, values, strict=True)]
+            values = values - torch.stack(origins)
+        return list(zip(numbers, keys, strict=True)), values.reshape(len(found), -1)
