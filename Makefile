@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler every-family evidence docs upstream compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-sampler every-family evidence docs upstream compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,10 @@ bench-not-finite: setup ## put NaN and infinity into runs of stock and safe trai
 	@$(BIN)/python benchmarks/not_finite.py
 	@$(BIN)/python tools/build_docs.py
 
+bench-diff: setup ## plant 50 faults into runs and find them with `safe-trainers diff`: docs/diff.md (5 minutes)
+	@$(BIN)/python benchmarks/diff_faults.py
+	@$(BIN)/python tools/build_docs.py
+
 bench-trainers: setup ## train each trainer of TRL, stock and safe: docs/trainers.md (2 minutes)
 	@$(BIN)/python benchmarks/trainers.py
 	@$(BIN)/python tools/build_docs.py
@@ -118,7 +122,7 @@ bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by 
 	@$(VLLM)/bin/python benchmarks/sampler.py
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
-bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite evidence ## run all benchmarks and write their pages
+bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff evidence ## run all benchmarks and write their pages
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py

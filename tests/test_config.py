@@ -42,7 +42,7 @@ def test_the_config_is_trls_with_the_precision_settings(config):
         "precision", "rollout_compute", "adapter_dtype", "upcast_trainables", "fp32_modules", "save_dtype",
         "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor", "loss_scale_backoff_factor",
         "max_consecutive_skips", "overflow_probe_steps", "keep_frozen_casts", "media_trial", "precision_metrics",
-        "sync_lost_limit",
+        "sync_lost_limit", "record_steps",
         "precision_report", "profile", "adapter_sync", "rollout_correction", "old_logps", "share_media_features",
     }  # fmt: skip
 

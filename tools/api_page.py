@@ -10,8 +10,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "A trainer of your own": ("PrecisionMixin", "PrecisionBase", "SafetyContract", "contract_of", "MEDIA_KEYS"),
     "Decisions": ("resolve", "PrecisionPolicy", "take_inventory", "ModelInventory", "plan_boundaries", "BoundaryPlan",
                   "parse_dtype"),
+    "Comparing": ("record", "diff_models"),
     "Saving": ("merge_and_save", "MergeCheck"),
-    "Errors": ("SafeTrainersError", "PrecisionError", "CheckpointError", "RecipeError", "ContractError",
+    "Errors": ("SafeTrainersError", "PrecisionError", "CheckpointError", "RecipeError", "RecordingError", "ContractError",
                "UnsupportedVersionError", "PrecisionWarning", "REFUSALS", "WARNINGS"),
     "Version": ("__version__",),
 }  # fmt: skip
@@ -20,6 +21,7 @@ ABOUT = {
     "Configs": "Each is TRL's config with the [precision settings](config.md).",
     "A trainer of your own": "[A new algorithm](new-algorithm.md) shows how to use them.",
     "Decisions": "A trainer has their results in `trainer.precision`; call them to plan a run without one.",
+    "Comparing": "[Where two runs part](diff.md) has an example.",
     "Saving": "[Checkpoints and merging](checkpoints.md) has an example.",
     "Errors": "[Refusals and warnings](refusals.md) lists the messages.",
     "Version": "The version of the package.",

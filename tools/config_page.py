@@ -29,6 +29,7 @@ CHANGES = {
     "share_media_features": "no with `identical`; `always` skips the measurement",
     "keep_frozen_casts": "no",
     "precision_metrics": "no",
+    "record_steps": "no",
     "precision_report": "no",
     "profile": "no",
     "save_dtype": "only saved weights",
@@ -42,8 +43,7 @@ PAGES = {
     "rollout_correction": "rollouts", "old_logps": "rollouts", "sync_lost_limit": "vllm",
     "adapter_sync": "vllm", "media_trial": "media", "share_media_features": "media",
     "keep_frozen_casts": "cost", "precision_metrics": "metrics", "precision_report": "how-it-works",
-    "profile": "cost",
-    "save_dtype": "checkpoints",
+    "profile": "cost", "save_dtype": "checkpoints", "record_steps": "diff",
 }  # fmt: skip
 """The page about each setting."""
 

@@ -335,6 +335,14 @@ class _Explanation:
     def _of_parameter_gradients(self, pair: Pair) -> Cause:
         every = [p for p in self._aligned if p.first.kind == storage.GRADIENT and p.first.slot.endswith(".grad")]
         differing = [p for p in every if self._differs(p)]
+        factors = [_factor(p) for p in every]
+        usual = sorted(factors)[len(factors) // 2]
+        others = [p for p, factor in zip(every, factors, strict=True) if abs(factor - usual) > 1e-3 * abs(usual)]
+        if usual != 1 and 0 < len(others) * 2 < len(every):
+            text = (
+                f"the gradient of `{others[0].first.slot.removesuffix('.grad')}` differs, and clipping scales the rest"
+            )
+            return self._kernel(others[0].first.name, text)
         if len(differing) * 2 > len(every):
             arguments = (self._of_side(side, ARGUMENTS_NAME) for side in (self._first, self._second))
             changed = _changed(*arguments)
@@ -361,6 +369,17 @@ class _Explanation:
             return Cause(OPTIMIZER_NAME, STATE, f"only the {'first' if mine else 'second'} has state before the step")
         found = self._own_weights(event.name)
         return found or self._kernel(OPTIMIZER_NAME, "gradients, state and settings are equal")
+
+
+def _factor(pair: Pair) -> float:
+    """The factor between the sampled values of two gradients, by least squares; 1 if they are equal."""
+    one, other = pair.first.value, pair.second.value
+    if one is None or other is None or one.hash == other.hash or one.shape != other.shape:
+        return 1.0
+    size = min(len(one.sample), len(other.sample))
+    mine, theirs = one.sample[:size].astype("float64"), other.sample[:size].astype("float64")
+    squares = float(mine @ mine)
+    return float(mine @ theirs) / squares if squares else 1.0
 
 
 def _sequences(side: Side) -> Counter[int]:

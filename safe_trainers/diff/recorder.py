@@ -24,6 +24,8 @@ MOST_CALLS = 8
 """Calls of a module that are recorded in a phase of a step."""
 MOST_WAITING = 256
 """Small tensors that are copied before they are measured together."""
+MOST_OF_STATE = 1024
+"""Values of each tensor of the optimizer's state that are recorded."""
 LOSS_NAME, OPTIMIZER_NAME, ARGUMENTS_NAME = "(loss)", "(optimizer)", "(arguments)"
 """Names of what is recorded next to the modules."""
 _PHASE = {name: number for number, name in enumerate(PHASES)}
@@ -198,12 +200,12 @@ class Recorder:
                     f"{slot}.grad",
                     self._value(parameter.grad, False),
                 )
-        state = getattr(optimizer, "state", {})
+        state, phase = getattr(optimizer, "state", {}), _PHASE[storage.OPTIMIZER]
         for name, slot, parameter in self._trained():
-            for key, tensor in tensors_in(state.get(parameter, {}), ""):
-                self._event(
-                    _PHASE[storage.OPTIMIZER], storage.STATE, name, 0, f"{slot}/{key}", self._value(tensor, False)
-                )
+            held = list(tensors_in(state.get(parameter, {}), ""))
+            if held:
+                keys = "+".join(key for key, _ in held)
+                self._event(phase, storage.STATE, name, 0, f"{slot}/{keys}", self._value(_sampled(held), False))
 
     def updated(self) -> None:
         """Records the trained parameters after an optimizer step."""
@@ -394,6 +396,12 @@ class _GradientHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._recorder.gradient(*self._place, gradient)
+
+
+def _sampled(held: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """Values of the state of a parameter at a fixed stride, float32; all of them would take as long as a step."""
+    flats = [digest.plain(tensor).view(-1) for _, tensor in held]
+    return torch.cat([flat[:: max(1, -(-flat.numel() // MOST_OF_STATE))].float() for flat in flats])
 
 
 def _fetched(values: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, list[Any]]:
