@@ -525,7 +525,8 @@ FAULTS = (
 
 CLEAN = (
     TEXT, TEXT_LORA, TEXT_BF16, OSS, LLAVA, LLAVA_LORA, GEMMA, QWEN_LORA, GRPO, GRPO_LORA, GRPO_BF16, DPO, ARIA,
-    ("text", "sft", "fp16"), ("text", "reward", "fp32"), ("smolvlm", "sft", "bf16", "lora"), ("idefics3", "sft", "fp32"),
+    ("text", "sft", "fp16"), ("text", "reward", "fp32"), ("smolvlm", "sft", "bf16", "lora"),
+    ("idefics3", "sft", "fp32"),
     ("llava", "grpo", "fp32", "lora"), ("gemma3", "grpo", "fp32"), ("gpt_oss", "grpo", "fp32"),
 )  # fmt: skip
 """The runs that are recorded twice without a fault."""

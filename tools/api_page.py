@@ -12,7 +12,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
                   "parse_dtype"),
     "Comparing": ("record", "diff_models"),
     "Saving": ("merge_and_save", "MergeCheck"),
-    "Errors": ("SafeTrainersError", "PrecisionError", "CheckpointError", "RecipeError", "RecordingError", "ContractError",
+    "Errors": ("SafeTrainersError", "PrecisionError", "CheckpointError", "RecipeError", "RecordingError",
+               "ContractError",
                "UnsupportedVersionError", "PrecisionWarning", "REFUSALS", "WARNINGS"),
     "Version": ("__version__",),
 }  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import diff_section
 from results import read_rows
 
 from safe_trainers.core.device import Device
@@ -120,6 +121,7 @@ PARTS = {
     "docs/index.md": {"hardware": hardware, "measured": measured},
     "docs/hardware.md": {"hardware": hardware},
     "docs/rollouts.md": {"watch": watch},
+    "docs/diff.md": {"diff": diff_section.section},
 }
 
 

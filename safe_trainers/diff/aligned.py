@@ -81,9 +81,9 @@ def align(first: Step, second: Step, phases: Mapping[str, str] | None = None) ->
     chosen = {phase: phase for phase in storage.PHASES} if phases is None else phases
     mine, theirs = _valued(first.events, chosen), _valued(second.events, chosen.values())
     rename = _renamed(theirs, mine)
-    known = {key: event for key, event in _keyed([*theirs, *_joined(theirs, mine)], rename, phases is None)}
+    known = {key: event for key, event in _keyed(_with_joined(theirs, mine), rename, phases is None)}
     found = []
-    for key, event in _keyed([*mine, *_joined(mine, theirs)], lambda event: event, phases is None):
+    for key, event in _keyed(_with_joined(mine, theirs), lambda event: event, phases is None):
         other = known.get((chosen[key[0]], *key[1:]))
         if other is not None:
             found.append(Pair(key, event, other))
@@ -128,27 +128,31 @@ def _is_parameter(event: Event) -> bool:
     return event.kind in PARAMETERS or (event.kind == storage.GRADIENT and event.slot.endswith(".grad"))
 
 
-def _joined(events: list[Event], others: list[Event]) -> list[Event]:
-    """The values of projections that are fused in the other recording, joined from those of their parts."""
+def _with_joined(events: list[Event], others: list[Event]) -> list[Event]:
+    """Adds the values of projections that are fused in the other recording, after those of their parts."""
     fused = {event.name for event in others if fused_parts(event.name)} - {event.name for event in events}
     parts = {part: (name, place) for name in fused for place, part in enumerate(fused_parts(name))}
-    found: dict[Key, dict[int, Event]] = defaultdict(dict)
-    for event in events:
-        if event.name in parts and event.kind not in TOKENS:
-            name, place = parts[event.name]
-            found[event.phase, event.kind, name, event.call, event.slot][place] = event
+    held: dict[Key, dict[int, Event]] = defaultdict(dict)
     made = []
-    for (phase, kind, name, call, slot), by_place in found.items():
-        if len(by_place) == len(fused_parts(name)):
-            members = [by_place[place] for place in sorted(by_place)]
-            if kind == storage.PRE:  # the parts have the same input
-                made.append(members[0]._replace(name=name))
-                continue
-            digests = [event.value for event in members if event.value is not None]
-            rows = _is_parameter(members[0]) and len(digests[0].shape) > 1
-            value = _concatenated(digests, rows)
-            made.append(members[-1]._replace(phase=phase, name=name, call=int(call), slot=slot, value=value))
+    for event in events:
+        made.append(event)
+        if event.name not in parts or event.kind in TOKENS:
+            continue
+        name, place = parts[event.name]
+        members = held[event.phase, event.kind, name, event.call, event.slot]
+        members[place] = event
+        if len(members) == len(fused_parts(name)):
+            made.append(_fused(name, [members[place] for place in sorted(members)]))
     return made
+
+
+def _fused(name: str, members: list[Event]) -> Event:
+    """The value of a fused projection."""
+    digests = [event.value for event in members if event.value is not None]
+    if members[0].kind == storage.PRE:  # the parts have the same input
+        return members[0]._replace(name=name)
+    rows = _is_parameter(members[0]) and len(digests[0].shape) > 1
+    return members[0]._replace(name=name, value=_concatenated(digests, rows))
 
 
 def _concatenated(digests: list[Digest], rows: bool) -> Digest:

@@ -156,7 +156,8 @@ def write_step(folder: Path, number: int, rank: int, columns: Mapping[str, Any],
         tables: The values that the numbers stand for, and `settings` and `rows`.
     """
     events, extra, samples = columns["events"], columns["extra"], columns["samples"]
-    header = len(json.dumps(tables, default=str)) + 2000
+    written = json.dumps({**tables, "version": VERSION}, default=str)
+    header = len(json.dumps(written)) + 2000
     fixed = header + events.nbytes + extra.nbytes + sum(columns[name].nbytes for name in ("hashes", "stats", "kinds"))
     size, kept = SAMPLES, len(events)
     while size > 4 and fixed + sum(4 * min(size, len(s)) + 2 for s in samples) > MOST_BYTES:
@@ -176,7 +177,7 @@ def write_step(folder: Path, number: int, rank: int, columns: Mapping[str, Any],
         "samples": np.concatenate([*thin, np.zeros(0, np.float32)]),
     }
     dropped = len(events) - kept
-    metadata = {"tables": json.dumps({**tables, "dropped": dropped, "version": VERSION}, default=str)}
+    metadata = {"tables": written, "dropped": str(dropped)}
     content = save({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}, metadata)
     name = f"step-{number:06d}" + (f"-rank-{rank}" if rank else "") + ".safetensors"
     temporary = folder / f".{name}.part"
@@ -196,7 +197,8 @@ def read_step(path: Path, number: int) -> Step:
     """
     try:
         with safe_open(path, "np") as file:
-            tables = json.loads(file.metadata()["tables"])
+            metadata = file.metadata()
+            tables = json.loads(metadata["tables"]) | {"dropped": int(metadata["dropped"])}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return _step(number, tables, arrays)
     except (SafetensorError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
