@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import cells
 import torch
 from cells import Cell
 from peft import LoraConfig
-from planted_faults import CLEAN, FAULTS, Fault, collated
+from planted_faults import CLEAN, FAULTS, HELD_OUT, Fault, collated
 from policing import reset_accelerate
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -167,6 +168,17 @@ def time_of_steps(task: str, width: int, words: int, root: Path, steps: int = 20
             "ratio": round(medians[True] / medians[False], 2), "largest_bytes": max(sizes)}  # fmt: skip
 
 
+def planted(faults: Sequence[Fault], runs: Runs, root: Path) -> list[dict[str, Any]]:
+    """Plants faults one after the other, and prints what is said of each."""
+    rows = []
+    for fault in faults:
+        rows.append(judged(fault, runs, root))
+        mark = "right" if rows[-1]["right"] else "WRONG"
+        print(f"{mark}  {fault.name}: {rows[-1]['module']}: {rows[-1]['cause']}: {rows[-1]['text']}", flush=True)
+    print(f"{sum(row['right'] for row in rows)} of {len(rows)} faults: module and cause are right")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="faults; by default all")
@@ -175,17 +187,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         runs = Runs(root)
-        rows = []
-        for fault in FAULTS:
-            if names and not any(name in fault.name for name in names):
-                continue
-            rows.append(judged(fault, runs, root))
-            row = rows[-1]
-            mark = "right" if row["right"] else "WRONG"
-            print(f"{mark}  {fault.name}: {row['module']}: {row['cause']}: {row['text']}", flush=True)
-        print(f"{sum(row['right'] for row in rows)} of {len(rows)} faults: module and cause are right")
+        rows = planted(
+            [fault for fault in FAULTS if not names or any(name in fault.name for name in names)], runs, root
+        )
         if names:
             return
+        held_out = planted(HELD_OUT, runs, root)
         clean = []
         for cell in CLEAN:
             shutil.rmtree(root / "again", ignore_errors=True)
@@ -197,7 +204,13 @@ def main() -> None:
         for row in times:
             print(row)
             assert row["largest_bytes"] <= MOST_BYTES
-    content = {"versions": {"torch": torch.__version__}, "faults": rows, "clean": clean, "time": times}
+    content = {
+        "versions": {"torch": torch.__version__},
+        "faults": rows,
+        "held_out": held_out,
+        "clean": clean,
+        "time": times,
+    }
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

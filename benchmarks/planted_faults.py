@@ -523,6 +523,70 @@ FAULTS = (
     ),
 )
 
+HELD_OUT = (
+    Fault("the head computes in bfloat16", GRPO, r"^lm_head$", "dtype", computed_in("lm_head", torch.bfloat16)),
+    Fault("a gate is not under autocast", TEXT_BF16, r"mlp\.gate_proj$", "dtype", without_autocast("mlp.gate_proj")),
+    Fault(
+        "a projector's weight is rounded to bfloat16",
+        ("smolvlm", "sft", "fp32"),
+        r"modality_projection\.proj$",
+        "dtype",
+        weight("modality_projection.proj", lambda w: w.bfloat16().float()),
+    ),
+    Fault(
+        "another eps of a second vision norm",
+        ("idefics3", "sft", "fp32"),
+        r"layer_norm2$",
+        "setting",
+        attribute("layer_norm2", "eps", 1e-3),
+    ),
+    Fault(
+        "another scale of vision attention",
+        GEMMA,
+        r"encoder\.layers\.0\.self_attn$",
+        "setting",
+        attribute("encoder.layers.0.self_attn", "scale", lambda s: s * 1.5),
+    ),
+    Fault(
+        "another scaling of one adapter",
+        QWEN_LORA,
+        r"language_model.*v_proj$",
+        "setting",
+        attribute("language_model.layers.0.self_attn.v_proj", "scaling", {"default": 1.0}),
+    ),
+    Fault(
+        "another schedule of the learning rate",
+        LLAVA_LORA,
+        r"^\(optimizer\)$",
+        "setting",
+        changes={"lr_scheduler_type": "constant"},
+    ),
+    Fault(
+        "a norm's weight is larger",
+        ARIA,
+        r"post_attention_layernorm$",
+        "weights",
+        weight("language_model.layers.0.post_attention_layernorm", lambda w: w * 1.1),
+    ),
+    Fault(
+        "one weight of a reward head differs",
+        ("text", "reward", "fp32"),
+        r"^score$",
+        "weights",
+        weight("score", nudged),
+    ),
+    Fault("a projection is truncated", GEMMA, r"o_proj$", "kernel", truncated("self_attn.o_proj")),
+    Fault("the gradient of a key projection is halved", OSS, r"k_proj$", "kernel", halved_gradient("k_proj")),
+    Fault(
+        "two micro-batches of images",
+        LLAVA,
+        BATCH,
+        "batch shape",
+        changes={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    ),
+)
+"""Faults that were written after the comparison was finished, and run once."""
+
 CLEAN = (
     TEXT, TEXT_LORA, TEXT_BF16, OSS, LLAVA, LLAVA_LORA, GEMMA, QWEN_LORA, GRPO, GRPO_LORA, GRPO_BF16, DPO, ARIA,
     ("text", "sft", "fp16"), ("text", "reward", "fp32"), ("smolvlm", "sft", "bf16", "lora"),
