@@ -23,7 +23,6 @@ argument, such as `eps`. `kernel`: inputs, weights, dtypes and settings are equa
 
 _KERNEL_SETTINGS = ("_attn_implementation", "_experts_implementation")
 _ENVIRONMENT = "environment"
-_RARE = ("class",)
 Differs = Callable[[Pair], bool]
 """Whether a pair differs beyond noise."""
 

@@ -6,7 +6,7 @@ It has no pickled objects, is written atomically, and is at most `MOST_BYTES` lo
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,7 +268,3 @@ def read_recording(path: str | Path, rank: int = 0) -> Recording:
     if not steps:
         raise RecordingError(f"{folder} has no steps: the run ended before the first step of `record_steps`")
     return Recording(folder, model, steps)
-
-
-Writer = Callable[[int, Mapping[str, Any], Mapping[str, Any]], None]
-"""Receives the number of a step, its columns and its tables, as `write_step` does."""
