@@ -19,8 +19,8 @@ def section() -> str:
     held_out = content["held_out"]
     lines = [
         f"{len(faults)} faults were planted into one of two runs of two steps, with text models, vision-language",
-        f"models, LoRA, SFT, GRPO and DPO: module and cause are right for {sum(right.values())}. Of {len(clean)}",
-        f"pairs without a fault, {equal} have no difference beyond noise.",
+        f"models, LoRA, SFT, GRPO and DPO: module and cause are right for {sum(right.values())}.",
+        f"Of {len(clean)} pairs without a fault, {equal} have no difference beyond noise.",
         f"Another {len(held_out)} faults were written when the comparison was finished, and run once: right for",
         f"{sum(row['right'] for row in held_out)}.",
         "",
@@ -32,10 +32,10 @@ def section() -> str:
         "|---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row['trainer'].upper()}, {row['layers']} layers of width {row['width']}, {row['words']} words a sequence "
+        f"| {row['trainer'].upper()}, {row['layers']} layer{'s' * (row['layers'] > 1)} of width {row['width']}, {row['words']} words a sequence "
         f"| {row['step_ms']:.0f} | {row['recorded_ms']:.0f} | {row['ratio']:.2f} | {row['largest_bytes'] / 1e3:.0f} |"
         for row in times
     ]
     wrong = [row for row in (*faults, *held_out) if not row["right"]]
     lines += ["", *(f"Not right: {row['fault']} ({row['module']}, {row['cause']})." for row in wrong)]
-    return "\n".join([*lines, f"Made by `make bench-diff`, torch {content['versions']['torch']}."])
+    return "\n".join([*lines, "", f"Made by `make bench-diff`, torch {content['versions']['torch']}."])
