@@ -32,7 +32,8 @@ def section() -> str:
         "|---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row['trainer'].upper()}, {row['layers']} layer{'s' * (row['layers'] > 1)} of width {row['width']}, {row['words']} words a sequence "
+        f"| {row['trainer'].upper()}, {row['layers']} layer{'s' * (row['layers'] > 1)} of width {row['width']}, "
+        f"{row['words']} words a sequence "
         f"| {row['step_ms']:.0f} | {row['recorded_ms']:.0f} | {row['ratio']:.2f} | {row['largest_bytes'] / 1e3:.0f} |"
         for row in times
     ]
