@@ -128,7 +128,7 @@ class PrecisionMixin(ExactCheckpoints):
         with construction(
             type(self),
             arguments.get("model"),
-            partial(_head_in_float32, patterns=getattr(arguments.get("args"), "fp32_modules", None) or ()),
+            partial(self._float32_head, patterns=getattr(arguments.get("args"), "fp32_modules", None) or ()),
             self._engine_kwargs,
         ) as self._adapter_guard:
             super().__init__(**arguments)
@@ -149,6 +149,10 @@ class PrecisionMixin(ExactCheckpoints):
     def precision(self) -> Precision:
         """The run's policy, weights, boundaries, measurements and report, read only."""
         return Precision(self._run)
+
+    def _float32_head(self, model: nn.Module, patterns: Sequence[str]) -> Any:
+        """Whether `fp32_modules` covers the head of a model that TRL fuses; TRL asks it in each forward pass."""
+        return fp32_modules.covers_head(model, fp32_modules.find_modules(model, patterns))
 
     def _engine_kwargs(self, module: str, arguments: dict[str, Any]) -> dict[str, Any]:
         for feature in self._run.having("engine_kwargs"):
@@ -277,11 +281,6 @@ class PrecisionMixin(ExactCheckpoints):
         """Writes TRL's model card; the features may then add to the file."""
         super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         self._run.tell("on_model_card", Path(self.args.output_dir, "README.md"))
-
-
-def _head_in_float32(model: nn.Module, patterns: Sequence[str]) -> bool:
-    """Whether `fp32_modules` covers the head of a model; some trainers fuse the head before `Trainer.__init__`."""
-    return fp32_modules.covers_head(model, fp32_modules.find_modules(model, patterns))
 
 
 class _Events(TrainerCallback):

@@ -72,7 +72,7 @@ class AdapterGuard:
 def construction(
     trainer_class: type,
     model: Any,
-    computes_in_float32: Callable[[nn.Module], bool],
+    computes_in_float32: Callable[[nn.Module], Any],
     engine_kwargs: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda module, arguments: arguments,
 ) -> Iterator[AdapterGuard]:
     """Patches TRL while a trainer is built: protects adapters, keeps a float32 head, completes vLLM's arguments.
@@ -80,7 +80,8 @@ def construction(
     Args:
         trainer_class: The class of the trainer; the modules of its bases are patched.
         model: The trainer's `model` argument.
-        computes_in_float32: Whether the head of a model must compute in float32; called when TRL fuses the head.
+        computes_in_float32: Whether the head of a model must compute in float32; called when TRL fuses the head. TRL
+            uses the truth of its result in each forward pass.
         engine_kwargs: Takes the name of a module and the keyword arguments of its vLLM engine; returns the arguments
             to use.
 
@@ -104,8 +105,8 @@ def construction(
         return made
 
     def fuse(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if computes_in_float32(model):
-            kwargs["cast_lm_head_to_fp32"] = True
+        if not kwargs.get("cast_lm_head_to_fp32"):
+            kwargs["cast_lm_head_to_fp32"] = computes_in_float32(model)
         return original(model, *args, **kwargs)
 
     def chunk(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

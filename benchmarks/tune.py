@@ -1,0 +1,252 @@
+"""Searches modules in float32 for each tiny family and a byte-level model, and compares them with fixed rules.
+
+Each rule (the head, the last layer, the last two layers) is a budget of bytes. `tune` searches the set with the smallest
+mismatch within this budget, and both sets are measured on held-out prompts. Then `tune` searches over all precisions
+without a goal, and its lines are pasted into a real run, whose logged mismatch is compared with the promise. `make
+bench-tune` writes `benchmarks/results/tune.jsonl` and the page.
+"""
+
+import argparse
+import copy
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false")
+warnings.simplefilter("ignore")
+
+import datasets
+import families
+import torch
+from mismatch import build as byte_model
+from mismatch import learn
+from transformers import ByT5Tokenizer, PrinterCallback
+
+from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
+from safe_trainers.core.errors import SafeTrainersError
+from safe_trainers.testing import fp16_on_cpu
+from safe_trainers.tiny.models import finish
+from safe_trainers.tuning.groups import extra_bytes, find_groups, head_name, layer_names
+from safe_trainers.tuning.measure import Bench, batches_of, measured
+from safe_trainers.tuning.search import NOTHING, Goal, outermost
+from safe_trainers.tuning.store import Store
+from safe_trainers.tuning.tune import Plan, forget_precision, tune_trainer
+from safe_trainers.weights.fp32_modules import find_modules
+
+
+RESULT = Path(__file__).parent / "results" / "tune.jsonl"
+PACKAGES = ("safe-trainers", "torch", "trl", "transformers")
+BYTE = "byte model"
+LAYERS = 4
+"""Text layers of each family, so that the last layers are not all layers; tiny families have one or two."""
+ROWS, LENGTH = 16, 32
+SEED = 4321
+RUN_STEPS = 24
+"""Steps of the run into which the lines are pasted."""
+
+
+def deep_model(family: str, layers: int) -> Any:
+    """Builds a tiny family with more text layers."""
+    model = families.build_model(family)
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    before = text.num_hidden_layers
+    text.num_hidden_layers = layers
+    for key, value in vars(text).items():
+        if isinstance(value, list) and len(value) == before and key != "cross_attention_layers":
+            setattr(text, key, [value[number % before] for number in range(layers)])
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        deeper = type(model)(config)
+    if family == "mllama":
+        for name, gate in deeper.named_parameters():
+            if "gate" in name and gate.numel() == 1:
+                torch.nn.init.constant_(gate, 0.5)
+    made = finish(deeper, families.build_tokenizer(family), "float32")
+    made.generation_config = model.generation_config
+    return made
+
+
+class Subject:
+    """A model with its prompts, of which trainers are built.
+
+    Args:
+        name: A family, or `BYTE`.
+        folder: A folder for what trainers write.
+        steps: Training steps of the byte model.
+    """
+
+    def __init__(self, name: str, folder: str, steps: int) -> None:
+        self.name, self._folder = name, folder
+        rows = 8 * ROWS
+        if name == BYTE:
+            self._model = byte_model(8)
+            learn(self._model, steps, width=256)
+            self._processor = ByT5Tokenizer(extra_ids=0)
+            self._generation: dict[str, Any] = {}
+            self._dataset = datasets.Dataset.from_dict({"prompt": _code(rows)})
+            return
+        self._processor = families.build_processor(name)
+        self._generation = families.generation_kwargs(self._processor)
+        self._dataset = families.dataset("grpo", name, rows)
+        if name in ("mllama", "ovis2"):  # stock TRL cannot train them with images
+            self._dataset = self._dataset.remove_columns("image")
+        self._model = deep_model(name, LAYERS)
+
+    def build(self, precision: str, wrap: Any = lambda trainer_class: trainer_class, **changes: Any) -> Any:
+        """Builds a trainer with a copy of the model."""
+        settings = {
+            "precision": precision,
+            "use_cpu": True,
+            "per_device_train_batch_size": ROWS,
+            "num_generations": 2,
+            "max_completion_length": LENGTH,
+            "report_to": [],
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "precision_report": "off",
+            "generation_kwargs": self._generation,
+        }
+        trainer = wrap(fp16_on_cpu(SafeGRPOTrainer))(
+            copy.deepcopy(self._model),
+            args=SafeGRPOConfig(self._folder, **{**settings, **changes}),
+            reward_funcs=lambda completions, **_: [float(len(str(text)) % 5) for text in completions],
+            processing_class=self._processor,
+            train_dataset=self._dataset,
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+
+def _code(rows: int) -> list[str]:
+    """Prompts for the byte model: parts of the source of Python's standard library."""
+    from mismatch import source
+
+    text = source()
+    places = torch.linspace(0, len(text) - 20, rows).long().tolist()
+    return [bytes((text[place : place + 16] - 3).tolist()).decode("latin-1") for place in places]
+
+
+def compare(subject: Subject, folder: Path) -> dict[str, Any]:
+    """Compares the search with fixed rules, each at the rule's bytes, on held-out prompts."""
+    forget_precision()
+    trainer = subject.build("bf16", measured, precision_metrics=False)
+    model = trainer.model
+    layers, head = layer_names(model), head_name(model)
+    rules = {"head only": [head], "last layer": [layers[-1]], "last 2 layers": list(layers[-2:])}
+    sets = {name: frozenset(find_modules(model, names)) for name, names in rules.items()}
+    budgets = {name: extra_bytes(model, names) for name, names in sets.items()}
+    everything = outermost(NOTHING.union(*(group.modules for group in find_groups(model))))
+    found: dict[str, Any] = {"layers": len(layers), "rules": {}}
+    chosen = {}
+    for name, budget in budgets.items():
+        begun = time.perf_counter()
+        plan = Plan(subject.name, goal=Goal(max_bytes=budget), precisions=("bf16",), sequences=ROWS, rounds=1)
+        made = tune_trainer(lambda p, w: subject.build(p, w, precision_metrics=False), plan, Store(folder / "state.json"))
+        chosen[name] = frozenset(find_modules(model, made.best.fp32_modules))
+        found["rules"][name] = {
+            "bytes": budget,
+            "fp32_modules": list(made.best.fp32_modules),
+            "bytes_used": made.best.nbytes,
+            "seconds": round(time.perf_counter() - begun, 1),
+            "measured": made.measurements,
+        }
+    forget_precision()
+    trainer = subject.build("bf16", measured, precision_metrics=False)
+    bench = Bench(trainer, batches_of(trainer.train_dataset, ROWS, 4 * ROWS, skip=4 * ROWS))
+    tokens = bench.sample(everything, SEED)
+    unseen = {names: bench.measure(names, tokens) for names in {NOTHING, everything, *sets.values(), *chosen.values()}}
+    found["plain"], found["everything"] = unseen[NOTHING].to_dict(), unseen[everything].to_dict()
+    for name in rules:
+        found["rules"][name] |= {"rule": unseen[sets[name]].to_dict(), "tuned": unseen[chosen[name]].to_dict()}
+        found["rules"][name]["same_set"] = sets[name] == chosen[name]
+    return found
+
+
+def promise(subject: Subject, folder: Path) -> dict[str, Any]:
+    """Searches over all precisions, pastes the lines into a run, and compares its metric with the promise."""
+    begun = time.perf_counter()
+    plan = Plan(subject.name, sequences=ROWS, rounds=30, time_limit=150)
+    made = tune_trainer(lambda p, w: subject.build(p, w, precision_metrics=False), plan, Store(folder / "state.json"))
+    seconds = time.perf_counter() - begun
+    forget_precision()
+    settings = dict(made.settings)
+    steps = RUN_STEPS
+    trainer = subject.build(
+        settings.pop("precision"), max_steps=steps, logging_steps=steps, learning_rate=0.0, seed=7, **settings
+    )
+    trainer.train()
+    logged = next(e for e in trainer.state.log_history if "precision/logp_mismatch_mean" in e)
+    content = made.to_dict()
+    for name in ("contributions", "rules"):
+        content.pop(name)
+    return content | {"wall": round(seconds, 1), "run": logged["precision/logp_mismatch_mean"], "steps": steps}
+
+
+def measure(name: str, steps: int) -> dict[str, Any]:
+    """Measures one family."""
+    row: dict[str, Any] = {"family": name}
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            subject = Subject(name, scratch, steps)
+            begun = time.perf_counter()
+            row |= compare(subject, Path(scratch))
+            row["promise"] = promise(subject, Path(scratch))
+            row["seconds"] = round(time.perf_counter() - begun, 1)
+        except (SafeTrainersError, AttributeError, ValueError, RuntimeError) as error:  # a result
+            row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return row
+
+
+def main() -> None:
+    """Measures the families that have no result, and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="families to measure, separated by commas, even if they have results")
+    parser.add_argument("--steps", type=int, default=150, help="training steps of the byte model")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    known: dict[str, Any] = {}
+    if options.output.is_file():
+        rows = map(json.loads, options.output.read_text(encoding="utf-8").splitlines()[1:])
+        known = {row["family"]: row for row in rows}
+    names = (*families.FAMILIES, BYTE)
+    chosen = options.only.split(",") if options.only else [name for name in names if name not in known]
+    heading = {
+        "command": "python benchmarks/tune.py",
+        "versions": {name: version(name) for name in PACKAGES},
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "rows": ROWS,
+        "length": LENGTH,
+    }
+    for name in chosen:
+        known[name] = row = measure(name, options.steps)
+        lines = [heading, *(known[other] for other in names if other in known)]
+        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        print(name, row.get("reason") or summary(row), file=sys.stderr, flush=True)
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line for a family."""
+    parts = [
+        f"{name}: {found['tuned']['mean']:.1e} against {found['rule']['mean']:.1e}"
+        for name, found in row["rules"].items()
+    ]
+    promised = row["promise"]
+    parts.append(f"promise {promised['promise']['mean']:.2e}, run {promised['run']:.2e}")
+    return f"{'; '.join(parts)} ({row['seconds']} s)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Measures the mismatch of a trainer's rollout and scoring, with chosen modules in float32.
+
+The trainer itself generates, token by token with a cache, and computes its loss, so that a measurement is what a run
+logs as `precision/logp_mismatch_mean`. Tokens that were sampled once are forced in later measurements, so that two sets
+of modules are compared on the same tokens.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from ..core.feature import Feature, Run
+from ..numerics.overflow_fix import computing_in_float32
+from ..numerics.overflow_probe import OverflowProbe
+from ..rollout.correction import OLD_KEYS, sampled_mask
+from ..rollout.logprob_recorder import ARGUMENT, Turn, align
+from ..rollout.mismatch_meter import old_logps
+from ..weights.fp32_modules import covers_head, find_modules
+from .figures import Figures, summarize
+
+
+Tokens = list[list[list[list[int]]]]
+"""Sampled tokens by batch, turn and row."""
+
+
+class Forced(LogitsProcessor):
+    """Makes `generate` choose given tokens.
+
+    Args:
+        tokens: The tokens of each row, (B, T).
+    """
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._tokens, self._step = tokens, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Returns scores, (B, V), of which only that of the next given token is finite."""
+        forced = torch.full_like(scores, -torch.inf)
+        forced.scatter_(1, self._tokens[:, self._step : self._step + 1], 0.0)
+        self._step += 1
+        return forced
+
+
+class RolloutProbe(Feature):
+    """Records or forces the tokens of rollouts, keeps the log-probabilities of both sides, and skips the rewards."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.names: tuple[str, ...] = ()  # the modules that compute in float32 now
+        self.turns: list[Turn] = []
+        self.forwards: list[torch.Tensor] = []
+        self._forced: list[torch.Tensor] | None = None
+        self._rows = 0
+        self._turn: Turn | None = None
+
+    def begin(self, rows: int, forced: Sequence[Sequence[Sequence[int]]] | None) -> None:
+        """Forgets the last batch.
+
+        Args:
+            rows: Number of rows of the next batch.
+            forced: The tokens of each turn and row; by default they are sampled.
+        """
+        self.turns, self.forwards, self._rows = [], [], rows
+        device = self.run.accelerator.device
+        self._forced = None if forced is None else [torch.tensor(turn, device=device) for turn in forced]
+
+    def around_rollout(self, call: Callable[[], Any]) -> Any:
+        """Generates one turn, and keeps the sampler's log-probabilities."""
+        self._turn = turn = Turn(self.run.trainer.temperature)
+        try:
+            result = call()
+        finally:
+            self._turn = None
+        turn.lengths = [len(ids) for ids in (result[0] if isinstance(result, tuple) else result)]
+        self.turns.append(turn)
+        return result
+
+    def on_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Adds the recording function and the forced tokens to the inputs of `generate`."""
+        if self._turn is None or "input_ids" not in inputs:
+            return inputs
+        added: dict[str, Any] = {ARGUMENT: self._turn.recording()}
+        if self._forced is not None:
+            added["logits_processor"] = LogitsProcessorList([Forced(self._forced[len(self.turns)])])
+        return {**inputs, **added}
+
+    def around_scoring(self, call: Callable[[], Any]) -> Any:
+        """Scores completions, and keeps the log-probabilities, with their graph if gradients are enabled."""
+        result = call()
+        logps = result[0] if isinstance(result, tuple) else result
+        if isinstance(logps, torch.Tensor):
+            self.forwards.append(logps)
+        return result
+
+    def around_rewards(self, call: Callable[[], Any]) -> Any:
+        """Returns rewards of zero, without calling the reward functions."""
+        trainer: Any = self.run.trainer
+        return torch.zeros(self._rows, max(len(trainer.reward_funcs), 1), device=self.run.accelerator.device)
+
+
+class _HeadIsFloat32:
+    """Is true while the head of a trainer's model is one of the modules in float32.
+
+    TRL's fused head multiplies with the head's weight instead of calling the head, and asks this in each forward pass.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __bool__(self) -> bool:
+        run: Run = self._trainer._run
+        return run.begun and covers_head(run.model, run.feature(RolloutProbe).names)
+
+
+def measured(trainer_class: type) -> type:
+    """Makes the subclass of a safe trainer whose instances can be measured.
+
+    Args:
+        trainer_class: A safe trainer with rollouts.
+    """
+    bases: Any = trainer_class
+
+    class Measured(bases):
+        # The overflow probe ends or repeats a pass that overflows, which is a result here.
+        features = (*(feature for feature in bases.features if feature is not OverflowProbe), RolloutProbe)
+
+        def _float32_head(self, model: Any, patterns: Sequence[str]) -> Any:
+            return _HeadIsFloat32(self)
+
+    Measured.__name__ = Measured.__qualname__ = trainer_class.__name__
+    return Measured
+
+
+class Bench:
+    """Measures a trainer before its training.
+
+    Args:
+        trainer: An instance of a class that `measured` has made.
+        batches: The rows of each batch, as the trainer's dataloader returns them.
+    """
+
+    def __init__(self, trainer: Any, batches: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        self.trainer, self.batches = trainer, [[dict(row) for row in rows] for rows in batches]
+        self._probe: RolloutProbe = trainer._run.feature(RolloutProbe)
+        trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
+        trainer.model.eval()  # dropout would differ between the two sides
+        # The rows are prompts of their own; their advantages are not used.
+        trainer.num_generations = trainer.num_generations_eval = max(len(rows) for rows in self.batches)
+
+    @property
+    def model(self) -> Any:
+        """The policy model."""
+        return self.trainer.model
+
+    def sample(self, names: Iterable[str], seed: int) -> Tokens:
+        """Samples the tokens of all batches.
+
+        Args:
+            names: The modules that compute in float32.
+            seed: The seed of torch's generators, whose state is restored.
+        """
+        return [tokens for *_, tokens in self._run(names, None, seed, self.batches)]
+
+    def measure(self, names: Iterable[str], tokens: Tokens | None, seed: int = 0) -> Figures:
+        """Measures the mismatch.
+
+        Args:
+            names: The modules that compute in float32.
+            tokens: The tokens of all batches; `None` to sample them.
+            seed: The seed of sampling.
+        """
+        pairs, seconds = [], 0.0
+        for trainer, sampler, mask, spent, _ in self._run(names, tokens, seed, self.batches):
+            pairs.append((trainer, sampler, mask))
+            seconds += spent
+        return summarize(pairs, seconds)
+
+    def promise(
+        self, names: Iterable[str], seed: int, enough: Callable[[Figures], bool], most: int
+    ) -> Figures:
+        """Measures tokens that the set samples itself, in rounds over all batches.
+
+        Args:
+            names: The modules that compute in float32.
+            seed: The seed of sampling.
+            enough: Whether the figures so far suffice.
+            most: The largest number of rounds.
+        """
+        pairs, seconds = [], 0.0
+        for number in range(most):
+            for trainer, sampler, mask, spent, _ in self._run(names, None, seed + 100 * number, self.batches):
+                pairs.append((trainer, sampler, mask))
+                seconds += spent
+            figures = summarize(pairs, seconds)
+            if enough(figures):
+                break
+        return figures
+
+    def gradients(self, names: Iterable[str], tokens: Tokens, scale: float) -> list[torch.Tensor]:
+        """Computes the gradients of the mean negative log-probability of the first batch.
+
+        Args:
+            names: The modules that compute in float32.
+            tokens: The tokens of all batches.
+            scale: The loss scale.
+
+        Returns:
+            The gradients of the trainable parameters that have one, times the loss scale.
+        """
+        batch = self._batch(names, tokens[0], self.batches[0], 0)
+        mask = sampled_mask(batch)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        with torch.enable_grad(), self._computing(names):
+            self._probe.begin(len(self.batches[0]), None)
+            self._loss(batch)
+            loss = -(self._probe.forwards[0] * mask).sum() / mask.sum()
+            found = torch.autograd.grad(loss * scale, trained, allow_unused=True)
+        return [gradient for gradient in found if gradient is not None]
+
+    def _run(
+        self, names: Iterable[str], tokens: Tokens | None, seed: int, batches: Sequence[Sequence[dict[str, Any]]]
+    ) -> Iterator[tuple[Any, ...]]:
+        names = tuple(names)
+        for number, rows in enumerate(batches):
+            begun = self._clock()
+            batch = self._batch(names, None if tokens is None else tokens[number], rows, seed + number)
+            turns = self._probe.turns
+            sampler = align(turns, batch["completion_ids"])
+            if any(key in batch for key in OLD_KEYS):
+                scored = old_logps(batch, self._probe.forwards)
+            else:
+                self._probe.forwards = []
+                with torch.no_grad(), self._computing(names):
+                    self._loss(batch)
+                scored = self._probe.forwards[0]
+            spent = self._clock() - begun
+            if sampler is None or scored is None or sampler.shape != scored.shape:
+                raise RuntimeError("the log-probabilities of sampler and trainer cannot be matched")
+            yield scored, sampler, sampled_mask(batch), spent, [turn.tokens.tolist() for turn in turns]
+
+    def _batch(self, names: Iterable[str], forced: Any, rows: Sequence[dict[str, Any]], seed: int) -> Any:
+        device = self.trainer.accelerator.device
+        devices = [device] if device.type not in {"cpu", "meta"} else []
+        self._probe.begin(len(rows), forced)
+        with torch.no_grad(), self._computing(names), torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            return self.trainer._generate_and_score_completions([dict(row) for row in rows])
+
+    def _loss(self, batch: Any) -> None:
+        with self.trainer.compute_loss_context_manager():
+            self.trainer.compute_loss(self.trainer.model, batch)
+
+    @contextlib.contextmanager
+    def _computing(self, names: Iterable[str]) -> Iterator[None]:
+        self._probe.names = tuple(find_modules(self.model, names))
+        try:
+            with computing_in_float32(self.model, self._probe.names):
+                yield
+        finally:
+            self._probe.names = ()
+
+    def _clock(self) -> float:
+        device = self.trainer.accelerator.device
+        if device.type == "cpu":
+            return time.process_time()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+
+def batches_of(dataset: Iterable[Mapping[str, Any]], size: int, sequences: int, skip: int = 0) -> list[list[Any]]:
+    """Takes batches of rows from a dataset.
+
+    Args:
+        dataset: The dataset.
+        size: Rows of a batch.
+        sequences: The least number of rows; the last batch is full unless the dataset ends.
+        skip: Number of rows at the beginning that are left out.
+
+    Returns:
+        The batches; empty if the dataset has no more than `skip` rows.
+    """
+    count = math.ceil(sequences / size) * size
+    rows: list[Any] = []
+    for number, row in enumerate(dataset):
+        if number >= skip + count:
+            break
+        if number >= skip:
+            rows.append(row)
+    return [rows[first : first + size] for first in range(0, len(rows), size)]

@@ -1,0 +1,396 @@
+"""Finds the precision and the modules in float32 that hold the mismatch of sampler and trainer, by measuring."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from ..core.dtypes import FLOAT16, FLOAT32
+from ..core.errors import RecipeError, SafeTrainersError
+from ..core.versions import __version__
+from .figures import Figures
+from .gradients import Gradients, check_gradients
+from .groups import extra_bytes, find_groups, head_name, layer_names, shortest_patterns
+from .measure import Bench, batches_of, measured
+from .result import Candidate, Tuning, lines_of
+from .search import NOTHING, Goal, Modules, OutOfTimeError, Search, within
+from .store import Store
+
+
+Builder = Callable[[str, Callable[[type], type]], Any]
+"""Builds a trainer for a precision (`"bf16"`, ...); the second argument turns a trainer class into the one to build."""
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+SHARE = 0.1
+"""Without a goal, the mismatch is to become this share of what it is without a module in float32."""
+MARGIN = 0.9
+"""The search aims at this share of the target, because the promise is measured on other prompts."""
+TIGHTENED = 3
+"""Number of searches, each with a smaller target, until the target is met on held-out prompts."""
+SEARCH_TIME = 0.8
+"""Share of the time limit for the search; the rest is for the promise."""
+RELATIVE_ERROR = 0.025
+"""The promise is measured until its standard error is this share of it."""
+MOST_ROUNDS = 40
+SEED = 11
+REPORTED = 5.0
+"""Seconds between two lines of progress."""
+
+
+@dataclass
+class Plan:
+    """What a search is asked for.
+
+    Attributes:
+        target: What is tuned, in words.
+        prompts: The prompts in words.
+        goal: The goal.
+        precisions: The precisions to try, that of the run first.
+        sequences: Number of prompts of the search, and of held-out prompts.
+        time_limit: Seconds.
+        rounds: Most rounds over the held-out prompts, with other samples each time; the promise ends earlier if it is
+            exact enough.
+        progress: Receives lines of progress.
+    """
+
+    target: str = ""
+    prompts: str = ""
+    goal: Goal = field(default_factory=Goal)
+    precisions: Sequence[str] = PRECISIONS
+    sequences: int = 32
+    time_limit: float = 300.0
+    rounds: int = MOST_ROUNDS
+    progress: Callable[[str], None] = lambda line: None
+
+
+@dataclass
+class _Outcome:
+    """The search in one precision."""
+
+    precision: str
+    search: Search
+    patterns: dict[Modules, tuple[str, ...]] = field(default_factory=dict)
+    rules: dict[Modules, str] = field(default_factory=dict)
+    offset: int = 0  # bytes beyond half precision of a run without a module in float32
+    gradients: Gradients | None = None
+
+    def candidate(self, names: Modules) -> Candidate:
+        nbytes = self.offset + self.search.size(names)
+        chosen_by = self.rules.get(names, "search") if names else "no module"
+        return Candidate(self.precision, self.patterns[names], nbytes, self.search.found[names], chosen_by)
+
+
+class _Tuner:
+    """One search over all precisions."""
+
+    def __init__(self, build: Builder, plan: Plan, store: Store) -> None:
+        self._build, self._plan, self._store = build, plan, store
+        self._begun, self._told = time.monotonic(), 0.0
+        self._goal = plan.goal
+        self._notes: list[str] = []
+        self._outcomes: list[_Outcome] = []
+        self._bench: Bench | None = None  # that of the last precision
+        self._held_out: list[list[Any]] = []
+        self._last = ""  # the precision of the bench
+        self._measured = 0
+
+    def run(self) -> Tuning:
+        for number, precision in enumerate(self._plan.precisions):
+            deadline = self._plan.time_limit * SEARCH_TIME * (number + 1) / len(self._plan.precisions)
+            bench = self._open(precision)
+            if bench is not None:
+                self._outcomes.append(self._search(precision, bench, deadline))
+        if not self._outcomes:
+            raise RecipeError(f"{self._plan.target} cannot be measured. " + " ".join(self._notes))
+        target = self._goal.max_mismatch
+        for attempt in range(TIGHTENED):
+            outcome, names = self._choose()
+            promise = self._promise(outcome, names)
+            short = target is not None and promise.mean > target and promise.finite
+            if not short or attempt == TIGHTENED - 1 or not self._tighten(outcome, target, promise.mean):
+                break
+        return self._result(outcome, names, promise)
+
+    # ---- One precision ----
+
+    def _open(self, precision: str) -> Bench | None:
+        """Builds the trainer of a precision; `None`, with a note, if it cannot be built or computes otherwise."""
+        self._bench, self._last = None, ""
+        forget_precision()
+        self._tell(f"building the trainer in {precision}", now=True)
+        try:
+            trainer = self._build(precision, measured)
+        except SafeTrainersError as error:
+            if not self._outcomes and precision == self._plan.precisions[-1]:
+                raise
+            self._notes.append(f"{precision} was left out: {str(error).splitlines()[0]}")
+            return None
+        dtypes = trainer.precision.policy.compute.value
+        wanted = {"bf16": "bfloat16", "fp16": FLOAT16, "fp32": FLOAT32}[precision]
+        if dtypes != {wanted}:
+            found = " and ".join(sorted(dtypes))
+            self._notes.append(f"{precision} was left out: the run would compute in {found} on this device")
+            return None
+        size = trainer.args.per_device_train_batch_size
+        batches = batches_of(trainer.train_dataset, size, self._plan.sequences)
+        self._held_out = batches_of(trainer.train_dataset, size, self._plan.sequences, sum(map(len, batches)))
+        if not batches or not self._held_out:
+            raise RecipeError("the dataset has too few prompts for a search and for held-out prompts. Write: --sequences 4")
+        self._bench, self._last = Bench(trainer, batches), precision
+        return self._bench
+
+    def _search(self, precision: str, bench: Bench, deadline: float) -> _Outcome:
+        model, store = bench.model, self._store
+        groups = [] if precision == "fp32" else find_groups(model)
+        rules = {} if precision == "fp32" else _rules(model)
+        if not self._outcomes:
+            store.open(self._identity(bench))
+            if store.resumed:
+                self._tell(f"resumed with {store.resumed} measurements", now=True)
+        everything = NOTHING.union(*(group.modules for group in groups))
+        if store.tokens is None:
+            store.tokens = bench.sample(everything, SEED)
+        tokens = store.tokens
+
+        def measure(names: Modules) -> Figures:
+            known = store.get(precision, names)
+            if known is not None:
+                return known
+            if names and time.monotonic() - self._begun > deadline:  # without a set there would be no result
+                raise OutOfTimeError
+            figures = bench.measure(names, tokens)
+            if not store.get(precision, NOTHING):  # the first measurement warms up caches
+                figures = bench.measure(names, tokens)
+            store.put(precision, names, figures)
+            self._measured += 1
+            self._tell(f"{precision}: {len(store)} measured, the last with a mean mismatch of {figures.mean:.2e}")
+            store.write({"complete": False})
+            return figures
+
+        def size(names: Modules) -> int:
+            return extra_bytes(model, names)
+
+        plain = measure(NOTHING)
+        if not self._goal.has_target and self._goal.max_bytes is None and self._goal.max_time is None:
+            self._goal = Goal(max_mismatch=SHARE * plain.mean)
+        search = Search(groups, list(rules), measure, size, self._aimed())
+        outcome = _Outcome(precision, search, rules=rules)
+        if precision == "fp32":
+            outcome.offset = extra_bytes(model, (name for name, _ in _base_children(model)))
+            search.found[NOTHING], search.complete = plain, True
+        else:
+            search.run()
+        if precision == "fp16":
+            outcome.gradients = self._check_gradients(bench, search)
+        self._name_sets(outcome, model)
+        return outcome
+
+    def _aimed(self) -> Goal:
+        target = self._goal.max_mismatch
+        return self._goal if target is None else replace(self._goal, max_mismatch=MARGIN * target)
+
+    def _check_gradients(self, bench: Bench, search: Search) -> Gradients | None:
+        """Checks the gradients with the best set, and adds the groups that it needs to be usable."""
+        best = search.best()
+        if best is None or not search.found[best].finite:
+            return None
+        scale = bench.trainer.args.loss_scale_init if hasattr(bench.trainer.args, "loss_scale_init") else 2.0**16
+        tokens = self._store.tokens or []
+
+        def check(names: Modules) -> Gradients:
+            return check_gradients(bench, names, search.everything, tokens, scale)
+
+        found = check(best)
+        if found.usable:
+            return found
+        for group in (group for group in search.groups if not within(group.modules, best)):
+            names = best | group.modules
+            if not search.goal.fits(search.size(names), 0.0, 1.0):
+                continue
+            other = check(names)
+            if other.usable:
+                self._notes.append(f"fp16 without {group.name} in float32: {found}")
+                try:
+                    figures = search.measure(names)
+                except OutOfTimeError:
+                    break
+                search.found = {NOTHING: search.found[NOTHING], names: figures}
+                return other
+        return found
+
+    def _name_sets(self, outcome: _Outcome, model: Any) -> None:
+        """Writes the sets that the result shows as patterns, while the model is there."""
+        search = outcome.search
+        shown = {NOTHING, *search.front(), *(names for names in outcome.rules if names in search.found)}
+        shown |= {names for names in (search.best(),) if names is not None}
+        for names in shown - outcome.patterns.keys():
+            outcome.patterns[names] = tuple(shortest_patterns(model, names))
+
+    # ---- The choice ----
+
+    def _choose(self) -> tuple[_Outcome, Modules]:
+        """Returns the precision and the set to promise."""
+        usable = [o for o in self._outcomes if o.gradients is None or o.gradients.usable] or self._outcomes
+        choices = [(o, names) for o in usable for names in (o.search.best(),) if names is not None]
+        choices = choices or [(self._outcomes[0], NOTHING)]
+
+        def rank(choice: tuple[_Outcome, Modules]) -> tuple[Any, ...]:
+            outcome, names = choice
+            figures, nbytes = outcome.search.found[names], outcome.offset + outcome.search.size(names)
+            fits = self._goal.max_bytes is None or nbytes <= self._goal.max_bytes
+            met = outcome.search.goal.is_met(figures)
+            return not fits, not met, nbytes if met else figures.mean, figures.mean
+
+        return min(choices, key=rank)
+
+    def _promise(self, outcome: _Outcome, names: Modules) -> Figures:
+        """Measures a set on held-out prompts, until the promise is exact enough or the time is over."""
+        if self._last != outcome.precision:
+            self._open(outcome.precision)
+        if self._bench is None:
+            raise RecipeError(f"the trainer in {outcome.precision} cannot be built a second time")
+        self._tell("measuring the promise on held-out prompts", now=True)
+        bench = Bench(self._bench.trainer, self._held_out)
+
+        def enough(figures: Figures) -> bool:
+            exact = figures.error <= RELATIVE_ERROR * figures.mean
+            return exact or time.monotonic() - self._begun > self._plan.time_limit
+
+        return bench.promise(names, SEED + 1000, enough, self._plan.rounds)
+
+    def _tighten(self, outcome: _Outcome, target: float, found: float) -> bool:
+        """Searches again with a smaller target; returns whether there is time and another set."""
+        search, bench = outcome.search, self._bench
+        if bench is None or time.monotonic() - self._begun > SEARCH_TIME * self._plan.time_limit:
+            return False
+        before = search.best()
+        aimed = search.goal.max_mismatch or target
+        search.goal = replace(search.goal, max_mismatch=aimed * MARGIN * target / found)
+        if search.groups:
+            measure, known = search.measure, self._store.tokens or []
+            search.measure = lambda names: bench.measure(names, known)
+            search.run()
+            search.measure = measure
+        self._name_sets(outcome, bench.model)
+        return search.best() != before
+
+    # ---- The result ----
+
+    def _result(self, outcome: _Outcome, names: Modules, promise: Figures) -> Tuning:
+        goal, best = self._goal, outcome.candidate(names)
+        within_budget = goal.fits(best.nbytes, best.figures.seconds, outcome.search.found[NOTHING].seconds)
+        unusable = outcome.gradients is not None and not outcome.gradients.usable
+        reached = within_budget and promise.finite and not unusable and (not goal.has_target or goal.is_met(promise))
+        shown = [o.candidate(names) for o in self._outcomes for names in o.search.front()]
+        rules = [o.candidate(names) for o in self._outcomes for names in o.rules if names in o.search.found]
+        if outcome.search.groups and not best.figures.mean < outcome.search.found[NOTHING].mean / 2:
+            whole = outcome.search.found.get(outcome.search.everything)
+            if whole is not None and whole.mean > outcome.search.found[NOTHING].mean / 2:
+                self._notes.append(
+                    f"with every module in float32 the mismatch is {whole.mean:.2e}: it is not due to the precision"
+                )
+        result = Tuning(
+            target=self._plan.target,
+            prompts=self._plan.prompts,
+            goal=str(goal),
+            reached=reached,
+            complete=all(o.search.complete for o in self._outcomes),
+            best=best,
+            promise=promise,
+            before=self._outcomes[0].candidate(NOTHING),
+            front=tuple(sorted(_front(shown), key=lambda c: (c.nbytes, c.figures.mean))),
+            rules=tuple(rules),
+            contributions=tuple(_contributions(outcome.search)),
+            gradients=outcome.gradients,
+            settings=lines_of(outcome.precision, best.fp32_modules),
+            notes=tuple(dict.fromkeys(self._notes)),
+            seconds=time.monotonic() - self._begun,
+            measurements=len(self._store),
+        )
+        self._store.write(result.to_dict())
+        return result
+
+    def _identity(self, bench: Bench) -> dict[str, Any]:
+        trainer: Any = bench.trainer
+        sums = [float(p.detach().flatten()[:64].double().sum()) for p in trainer.model.parameters()]
+        return {
+            "target": self._plan.target,
+            "versions": [__version__, torch.__version__],
+            "device": str(trainer.accelerator.device),
+            "batches": [len(rows) for rows in bench.batches],
+            "length": trainer.max_completion_length,
+            "model": [type(trainer.model).__name__, len(sums), sum(sums)],
+        }
+
+    def _tell(self, line: str, now: bool = False) -> None:
+        since = time.monotonic() - self._begun
+        if now or since - self._told > REPORTED:
+            self._told = since
+            self._plan.progress(f"{line} ({since:.0f} of {self._plan.time_limit:.0f} s)")
+
+
+def tune_trainer(build: Builder, plan: Plan, store: Store) -> Tuning:
+    """Searches the precision and the modules in float32 of a run.
+
+    Args:
+        build: Builds the trainer for a precision. It is called once for each precision, and perhaps again for the
+            promise. Its `per_device_train_batch_size` is the size of the measured batches.
+        plan: What is asked for.
+        store: The measurements so far.
+
+    Returns:
+        The result; `reached` is false if the goal was not met.
+
+    Raises:
+        RecipeError: If no precision can be measured.
+        PrecisionError: If the trainer of the only precision cannot be built.
+    """
+    return _Tuner(build, plan, store).run()
+
+
+def _rules(model: Any) -> dict[Modules, str]:
+    """The sets of fixed rules, which a search has to beat: the head, and the last layers."""
+    layers, head = layer_names(model), head_name(model)
+    rules = {} if head is None else {frozenset([head]): "head only"}
+    count = 1
+    while count < len(layers):
+        rules[frozenset(layers[-count:])] = f"last {count} layers" if count > 1 else "last layer"
+        count *= 2
+    return rules
+
+
+def _base_children(model: Any) -> Iterator[tuple[str, Any]]:
+    from ..model.parts import unwrap
+
+    return ((name, child) for name, child in unwrap(model).named_children())
+
+
+def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates to which no other is better in bytes and mismatch."""
+
+    def better(one: Candidate, other: Candidate) -> bool:
+        a, b = (one.nbytes, one.figures.mean), (other.nbytes, other.figures.mean)
+        return a[0] <= b[0] and a[1] <= b[1] and a != b
+
+    return [c for c in candidates if c.figures.finite and not any(better(other, c) for other in candidates)]
+
+
+def _contributions(search: Search) -> Iterator[Mapping[str, Any]]:
+    def mean(figures: Figures | None) -> float | None:
+        return None if figures is None or not figures.finite else figures.mean
+
+    for row in search.contributions:
+        yield {"group": row.group.name, "bytes": row.group.nbytes} | {
+            "alone": mean(row.alone), "in_float32": mean(row.removed)
+        }  # fmt: skip
+
+
+def forget_precision() -> None:
+    """Lets the next accelerator have another precision; accelerate allows one for the length of a process."""
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of transformers 4
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
