@@ -25,6 +25,7 @@ from .core.versions import __version__, absent_names
 
 if TYPE_CHECKING:
     from .boundaries.placement import BoundaryPlan, plan_boundaries
+    from .cli.tune import tune
     from .config import (
         PrecisionArguments,
         SafeDistillationConfig,
@@ -68,6 +69,7 @@ _NAMES_BY_MODULE = {
     "trainer.base": ("PrecisionBase",),
     "trainer.mixin": ("PrecisionMixin",),
     "policy.resolve": ("PrecisionPolicy", "resolve"),
+    "cli.tune": ("tune",),
     "boundaries.placement": ("BoundaryPlan", "plan_boundaries"),
     "trainers": tuple(task.trainer for task in TASKS.values()),
 }
@@ -117,6 +119,7 @@ __all__ = [
     "record",
     "resolve",
     "take_inventory",
+    "tune",
 ]
 for _name in absent_names():  # so that `from safe_trainers import *` works with older releases of TRL
     __all__.remove(_name)

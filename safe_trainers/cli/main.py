@@ -52,6 +52,11 @@ COMMANDS = {
     "report": Command("show the dtypes that a model, recipe or checkpoint stores and computes in", "report"),
     "compare": Command("compare the reports of two models, recipes or checkpoints, or two saved reports", "compare"),
     "diff": Command("find the first module at which two recorded runs part, and why", "diff"),
+    "tune": Command(
+        "find the precision and the modules in float32 that hold the mismatch of sampler and trainer",
+        "tune",
+        takes_recipe_keys=True,
+    ),
     "plot": Command("plot the log of a run: reward, loss, loss scale, mismatch of sampler and trainer", "plot"),
     "doctor": Command("check whether this machine and environment can train", "doctor"),
     "explain": Command("explain an error message or a log, and print the line to write", "explain"),

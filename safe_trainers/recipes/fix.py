@@ -8,14 +8,14 @@ import difflib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..core.errors import Problem, RecipeError, yaml_value
+from ..core.errors import Fix, Place, Problem, RecipeError, yaml_value
 from ..core.tasks import TASKS
 from .schema import LAUNCH, load
 from .validate import Checked, validate
@@ -81,6 +81,32 @@ def fix(path: Path, *, task: str | None = None, accelerate_config: str | None = 
             text, file, checked = changed, new_file, new_checked
             done.append(problem)
     return Fixed(checked, before, text, tuple(done))
+
+
+def with_settings(path: Path, settings: Mapping[str, Any], drop: Sequence[str] = ()) -> Fixed:
+    """Writes settings into the text of a recipe. The file itself is not written.
+
+    Args:
+        path: The file of the recipe.
+        settings: The settings.
+        drop: Settings to remove, if the file has them.
+
+    Returns:
+        The text with the settings.
+
+    Raises:
+        RecipeError: If they cannot be written without a change of something else.
+    """
+    before = path.read_bytes().decode("utf-8")
+    file = read_bytes(before.encode("utf-8"), str(path))
+    dropped = tuple(key for key in drop if key in file.entries and key not in settings)
+    key = next((key for key in drop if key in file.entries), None)
+    problem = Problem("", fix=Fix(settings=tuple(settings.items()), drop=dropped), place=Place(str(path), key=key))
+    after = _apply(before, problem, file, frozenset({"env", *settings, *file.entries}))
+    if after is None:
+        lines = ", ".join(f"{name}: {yaml_value(value)}" for name, value in settings.items())
+        raise RecipeError(f"{path} cannot be changed without a change of something else. Write by hand: {lines}")
+    return Fixed(validate(path), before, after, ())
 
 
 def save(path: Path, text: str) -> Path:

@@ -50,12 +50,11 @@ class Figures:
     @classmethod
     def of_dict(cls, content: dict[str, Any]) -> "Figures":
         """Reads what `to_dict` returned."""
-        return cls(**{name: math.inf if value is None else value for name, value in content.items()})
+        values: dict[str, Any] = {name: math.inf if value is None else value for name, value in content.items()}
+        return cls(**values)
 
 
-def summarize(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], seconds: float
-) -> Figures:
+def summarize(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], seconds: float) -> Figures:
     """Summarizes measured batches.
 
     Args:
@@ -78,7 +77,7 @@ def summarize(
     if not len(size):
         raise ValueError("no token was sampled")
     if not bool(size.isfinite().all()):
-        return Figures(*[math.inf] * 3, 0.0, 1.0, len(size), len(rows), math.inf, seconds)
+        return Figures(math.inf, math.inf, math.inf, 0.0, 1.0, len(size), len(rows), math.inf, seconds)
     mean = size.mean()
     n = len(rows)
     # The standard error of a ratio of sums over sequences.

@@ -18,7 +18,8 @@ class Gradients:
     """The gradients of one batch under a loss scale.
 
     Attributes:
-        scale: The largest loss scale, from the initial one downwards, with finite gradients; 0 if there is none from 1.
+        scale: The largest loss scale, from the initial one downwards, with finite gradients; 0 if none
+            from 1 upwards has them.
         underflow: The share of elements that are zero, and not in float32.
     """
 
@@ -33,7 +34,9 @@ class Gradients:
     def __str__(self) -> str:
         if not self.scale:
             return "gradients overflow at every loss scale from 1 upwards"
-        return f"gradients are finite at a loss scale of {self.scale:g}; {self.underflow:.2%} of them underflow to zero"
+        return (
+            f"gradients are finite at a loss scale of {self.scale:g}; {self.underflow:.2%} of them underflow to zero"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""

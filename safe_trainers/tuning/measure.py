@@ -1,8 +1,8 @@
 """Measures the mismatch of a trainer's rollout and scoring, with chosen modules in float32.
 
 The trainer itself generates, token by token with a cache, and computes its loss, so that a measurement is what a run
-logs as `precision/logp_mismatch_mean`. Tokens that were sampled once are forced in later measurements, so that two sets
-of modules are compared on the same tokens.
+logs as `precision/logp_mismatch_mean`. Tokens that were sampled once are forced in later measurements, so that sets of
+modules are compared on the same tokens.
 """
 
 import contextlib
@@ -114,7 +114,9 @@ class _HeadIsFloat32:
 
     def __bool__(self) -> bool:
         run: Run = self._trainer._run
-        return run.begun and covers_head(run.model, run.feature(RolloutProbe).names)
+        if not run.begun:
+            return False
+        return covers_head(run.model, [*run.weights.fp32_modules, *run.feature(RolloutProbe).names])
 
 
 def measured(trainer_class: type) -> type:
@@ -180,9 +182,7 @@ class Bench:
             seconds += spent
         return summarize(pairs, seconds)
 
-    def promise(
-        self, names: Iterable[str], seed: int, enough: Callable[[Figures], bool], most: int
-    ) -> Figures:
+    def promise(self, names: Iterable[str], seed: int, enough: Callable[[Figures], bool], most: int) -> Figures:
         """Measures tokens that the set samples itself, in rounds over all batches.
 
         Args:

@@ -10,9 +10,6 @@ from .figures import Figures
 from .gradients import Gradients
 
 
-HALF = {"bf16": "bfloat16", "fp16": "float16"}
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A measured set of modules in float32.
@@ -52,6 +49,7 @@ class Tuning:
         before: The chosen set's precision, or the recipe's, without modules in float32, on the same prompts.
         front: The sets of all precisions to which no other is better in bytes and mismatch.
         rules: The sets of fixed rules.
+        points: Precision, bytes and mean mismatch of every measured set.
         contributions: For each group of the chosen precision its bytes, and the mean mismatch with only this group in
             half precision and with only this group in float32.
         gradients: The check of the gradients, for float16.
@@ -71,6 +69,7 @@ class Tuning:
     before: Candidate
     front: tuple[Candidate, ...]
     rules: tuple[Candidate, ...]
+    points: tuple[tuple[str, int, float], ...] = ()
     contributions: tuple[Mapping[str, Any], ...] = ()
     gradients: Gradients | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -106,6 +105,7 @@ class Tuning:
             "before": self.before.to_dict(),
             "front": [candidate.to_dict() for candidate in self.front],
             "rules": [candidate.to_dict() for candidate in self.rules],
+            "measured_sets": [dict(zip(("precision", "bytes", "mean"), point, strict=True)) for point in self.points],
             "contributions": [dict(row) for row in self.contributions],
             "gradients": None if self.gradients is None else self.gradients.to_dict(),
             "notes": list(self.notes),
@@ -153,11 +153,13 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
 
 
-def lines_of(precision: str, patterns: Sequence[str]) -> dict[str, Any]:
+def lines_of(precision: str, patterns: Sequence[str], more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the settings of a run.
 
     Args:
         precision: `"bf16"`, `"fp16"` or `"fp32"`.
         patterns: The patterns of the modules in float32.
+        more: Further settings.
     """
-    return {"precision": precision, **({"fp32_modules": list(patterns)} if patterns else {})}
+    modules = {"fp32_modules": list(patterns)} if patterns else {}
+    return {"precision": precision, **modules, **(more or {})}

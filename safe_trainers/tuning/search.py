@@ -1,8 +1,8 @@
 """Searches the smallest set of modules in float32 that meets a goal, by measuring.
 
-The contribution of each group is measured in two ways: with only this group in float32, and with only this group in half
-precision. The second orders the groups, because half-precision modules behind a group hide its contribution. Sets are
-then grown greedily, and each step is decided by measurements. At the end, modules that are not needed are removed.
+The contribution of each group is measured in two ways: with only this group in float32, and with only this group in
+half precision. The second orders the groups, because half-precision modules behind a group hide its contribution. Sets
+are then grown greedily, and each step is decided by measurements. At the end, modules that are not needed are removed.
 """
 
 import math
@@ -18,7 +18,7 @@ NOTHING: Modules = frozenset()
 
 SHORTLIST = 3
 """Number of groups that are tried in a greedy step, by each order."""
-STALLS = 3
+STALLS = 2
 """Greedy steps without an improvement after which the path ends; two sources may have to be removed together."""
 TOLERANCE = 1.02
 """Within a budget, a module is left out if the mismatch grows by no more than this factor."""
@@ -133,9 +133,8 @@ class Search:
             self._measure_contributions()
             if self.found[self.everything].mean < self.found[NOTHING].mean / FLOOR:
                 self._by_contribution()
-                self._greedy(per_byte=True)
+                self._greedy()
                 if not self.goal.has_target:
-                    self._greedy(per_byte=False)
                     self._swap()
             self._prune()
             self.complete = True
@@ -185,8 +184,7 @@ class Search:
         return outermost(NOTHING.union(*others) - group.modules)
 
     def _measure_contributions(self) -> None:
-        for group in self.groups:
-            self.contributions.append(Contribution(group))
+        self.contributions = [Contribution(group) for group in self.groups]
         for number, group in enumerate(self.groups):
             alone = self._figures(self._without(group))
             self.contributions[number] = Contribution(group, alone)
@@ -216,9 +214,10 @@ class Search:
             else:
                 low = middle + 1
 
-    def _greedy(self, per_byte: bool) -> None:
+    def _greedy(self) -> None:
         """Adds one group at a time: of those on the shortlist, the one with the largest measured gain."""
-        current, gains, stalls = NOTHING, {}, 0
+        gains: dict[str, float] = {}
+        current, stalls = NOTHING, 0
         floor = self.found[self.everything].mean * FLOOR
         must = [group for group in self.groups if not math.isfinite(self._alone(group))]  # they overflow on their own
         current = current.union(*(group.modules for group in must))
@@ -229,22 +228,21 @@ class Search:
             left = [g for g in self.groups if not within(g.modules, current) and self._fits(current | g.modules)]
             if not left:
                 return
-            tried = self._shortlist(left, gains, per_byte)
+            tried = self._shortlist(left, gains)
             for group in tried:
                 new = self._figures(current | group.modules)
-                gains[group.name] = here.mean - new.mean if new.finite and here.finite else (math.inf if new.finite else 0)
-            best = max(tried, key=lambda g: _ratio(gains[g.name], self._growth(current, g) if per_byte else 1))
+                gains[group.name] = (
+                    here.mean - new.mean if new.finite and here.finite else (math.inf if new.finite else 0)
+                )
+            best = max(tried, key=lambda g: _ratio(gains[g.name], self._growth(current, g)))
             stalls = 0 if gains[best.name] > 0 else stalls + 1
             current |= best.modules
             here = self._figures(current)
 
-    def _shortlist(self, left: Sequence[Group], gains: dict[str, float], per_byte: bool) -> list[Group]:
-        def weight(group: Group) -> int:
-            return group.nbytes if per_byte else 1
-
+    def _shortlist(self, left: Sequence[Group], gains: dict[str, float]) -> list[Group]:
         orders: Iterable[Callable[[Group], float]] = (
-            lambda g: _ratio(self._alone(g), weight(g)),
-            lambda g: _ratio(gains.get(g.name, self._gain_of(g)), weight(g)),
+            lambda g: _ratio(self._alone(g), g.nbytes),
+            lambda g: _ratio(gains.get(g.name, self._gain_of(g)), g.nbytes),
             self._alone,
         )
         chosen = [group for order in orders for group in sorted(left, key=order, reverse=True)[:SHORTLIST]]

@@ -41,9 +41,8 @@ class Store:
             try:
                 self._state = read_json(path)[STATE]
             except (ValueError, KeyError, TypeError, OSError) as error:
-                raise RecipeError(
-                    f"{path} is not a file of `safe-trainers tune` ({type(error).__name__}). Write the name of a new file"
-                ) from None
+                given = f"{path} is not a file of `safe-trainers tune` ({type(error).__name__})"
+                raise RecipeError(f"{given}. Write the name of a new file") from None
 
     def open(self, identity: Mapping[str, Any]) -> None:
         """Takes the measurements of the file if they are of the same model, prompts and versions.

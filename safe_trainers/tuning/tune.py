@@ -2,16 +2,19 @@
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from ..core.dtypes import FLOAT16, FLOAT32
-from ..core.errors import RecipeError, SafeTrainersError
+from ..core.errors import PrecisionWarning, RecipeError, SafeTrainersError
 from ..core.versions import __version__
+from ..model.parts import unwrap
 from .figures import Figures
 from .gradients import Gradients, check_gradients
 from .groups import extra_bytes, find_groups, head_name, layer_names, shortest_patterns
@@ -22,7 +25,7 @@ from .store import Store
 
 
 Builder = Callable[[str, Callable[[type], type]], Any]
-"""Builds a trainer for a precision (`"bf16"`, ...); the second argument turns a trainer class into the one to build."""
+"""Builds a trainer for a precision such as `"bf16"`. Its second argument makes the class to build from another."""
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 SHARE = 0.1
@@ -51,6 +54,7 @@ class Plan:
         goal: The goal.
         precisions: The precisions to try, that of the run first.
         sequences: Number of prompts of the search, and of held-out prompts.
+        settings: Further settings that a precision needs, such as the load dtype.
         time_limit: Seconds.
         rounds: Most rounds over the held-out prompts, with other samples each time; the promise ends earlier if it is
             exact enough.
@@ -62,6 +66,7 @@ class Plan:
     goal: Goal = field(default_factory=Goal)
     precisions: Sequence[str] = PRECISIONS
     sequences: int = 32
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     time_limit: float = 300.0
     rounds: int = MOST_ROUNDS
     progress: Callable[[str], None] = lambda line: None
@@ -75,11 +80,12 @@ class _Outcome:
     search: Search
     patterns: dict[Modules, tuple[str, ...]] = field(default_factory=dict)
     rules: dict[Modules, str] = field(default_factory=dict)
+    sizes: dict[Modules, int] = field(default_factory=dict)
     offset: int = 0  # bytes beyond half precision of a run without a module in float32
     gradients: Gradients | None = None
 
     def candidate(self, names: Modules) -> Candidate:
-        nbytes = self.offset + self.search.size(names)
+        nbytes = self.offset + self.sizes[names]
         chosen_by = self.rules.get(names, "search") if names else "no module"
         return Candidate(self.precision, self.patterns[names], nbytes, self.search.found[names], chosen_by)
 
@@ -96,7 +102,6 @@ class _Tuner:
         self._bench: Bench | None = None  # that of the last precision
         self._held_out: list[list[Any]] = []
         self._last = ""  # the precision of the bench
-        self._measured = 0
 
     def run(self) -> Tuning:
         for number, precision in enumerate(self._plan.precisions):
@@ -110,8 +115,9 @@ class _Tuner:
         for attempt in range(TIGHTENED):
             outcome, names = self._choose()
             promise = self._promise(outcome, names)
-            short = target is not None and promise.mean > target and promise.finite
-            if not short or attempt == TIGHTENED - 1 or not self._tighten(outcome, target, promise.mean):
+            if target is None or promise.mean <= target or not promise.finite or attempt == TIGHTENED - 1:
+                break
+            if not self._tighten(outcome, target, promise.mean):
                 break
         return self._result(outcome, names, promise)
 
@@ -123,7 +129,9 @@ class _Tuner:
         forget_precision()
         self._tell(f"building the trainer in {precision}", now=True)
         try:
-            trainer = self._build(precision, measured)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PrecisionWarning)  # the run itself gives them
+                trainer = self._build(precision, measured)
         except SafeTrainersError as error:
             if not self._outcomes and precision == self._plan.precisions[-1]:
                 raise
@@ -139,7 +147,9 @@ class _Tuner:
         batches = batches_of(trainer.train_dataset, size, self._plan.sequences)
         self._held_out = batches_of(trainer.train_dataset, size, self._plan.sequences, sum(map(len, batches)))
         if not batches or not self._held_out:
-            raise RecipeError("the dataset has too few prompts for a search and for held-out prompts. Write: --sequences 4")
+            raise RecipeError(
+                "the dataset has too few prompts for a search and for held-out prompts. Write: --sequences 4"
+            )
         self._bench, self._last = Bench(trainer, batches), precision
         return self._bench
 
@@ -154,33 +164,14 @@ class _Tuner:
         everything = NOTHING.union(*(group.modules for group in groups))
         if store.tokens is None:
             store.tokens = bench.sample(everything, SEED)
-        tokens = store.tokens
-
-        def measure(names: Modules) -> Figures:
-            known = store.get(precision, names)
-            if known is not None:
-                return known
-            if names and time.monotonic() - self._begun > deadline:  # without a set there would be no result
-                raise OutOfTimeError
-            figures = bench.measure(names, tokens)
-            if not store.get(precision, NOTHING):  # the first measurement warms up caches
-                figures = bench.measure(names, tokens)
-            store.put(precision, names, figures)
-            self._measured += 1
-            self._tell(f"{precision}: {len(store)} measured, the last with a mean mismatch of {figures.mean:.2e}")
-            store.write({"complete": False})
-            return figures
-
-        def size(names: Modules) -> int:
-            return extra_bytes(model, names)
-
+        measure = self._measurer(precision, bench, deadline)
         plain = measure(NOTHING)
         if not self._goal.has_target and self._goal.max_bytes is None and self._goal.max_time is None:
             self._goal = Goal(max_mismatch=SHARE * plain.mean)
-        search = Search(groups, list(rules), measure, size, self._aimed())
+        search = Search(groups, list(rules), measure, partial(extra_bytes, model), self._aimed())
         outcome = _Outcome(precision, search, rules=rules)
         if precision == "fp32":
-            outcome.offset = extra_bytes(model, (name for name, _ in _base_children(model)))
+            outcome.offset = extra_bytes(model, (name for name, _ in unwrap(model).named_children()))
             search.found[NOTHING], search.complete = plain, True
         else:
             search.run()
@@ -188,6 +179,26 @@ class _Tuner:
             outcome.gradients = self._check_gradients(bench, search)
         self._name_sets(outcome, model)
         return outcome
+
+    def _measurer(self, precision: str, bench: Bench, deadline: float) -> Callable[[Modules], Figures]:
+        """Returns the function that measures a set, or takes it from the store."""
+        store, tokens = self._store, self._store.tokens
+
+        def measure(names: Modules) -> Figures:
+            known = store.get(precision, names)
+            if known is not None:
+                return known
+            if names and time.monotonic() - self._begun > deadline:  # without any set there would be no result
+                raise OutOfTimeError
+            if store.get(precision, NOTHING) is None:
+                bench.measure(names, tokens)  # the first measurement fills caches, and takes longer
+            figures = bench.measure(names, tokens)
+            store.put(precision, names, figures)
+            self._tell(f"{precision}: {len(store)} measured, the last with a mean mismatch of {figures.mean:.2e}")
+            store.write({"complete": False})
+            return figures
+
+        return measure
 
     def _aimed(self) -> Goal:
         target = self._goal.max_mismatch
@@ -225,10 +236,12 @@ class _Tuner:
     def _name_sets(self, outcome: _Outcome, model: Any) -> None:
         """Writes the sets that the result shows as patterns, while the model is there."""
         search = outcome.search
+        outcome.sizes = {names: search.size(names) for names in search.found}
         shown = {NOTHING, *search.front(), *(names for names in outcome.rules if names in search.found)}
         shown |= {names for names in (search.best(),) if names is not None}
         for names in shown - outcome.patterns.keys():
             outcome.patterns[names] = tuple(shortest_patterns(model, names))
+        search.size, search.measure = outcome.sizes.__getitem__, _closed  # neither keeps the model in memory
 
     # ---- The choice ----
 
@@ -240,7 +253,7 @@ class _Tuner:
 
         def rank(choice: tuple[_Outcome, Modules]) -> tuple[Any, ...]:
             outcome, names = choice
-            figures, nbytes = outcome.search.found[names], outcome.offset + outcome.search.size(names)
+            figures, nbytes = outcome.search.found[names], outcome.offset + outcome.sizes[names]
             fits = self._goal.max_bytes is None or nbytes <= self._goal.max_bytes
             met = outcome.search.goal.is_met(figures)
             return not fits, not met, nbytes if met else figures.mean, figures.mean
@@ -271,10 +284,10 @@ class _Tuner:
         aimed = search.goal.max_mismatch or target
         search.goal = replace(search.goal, max_mismatch=aimed * MARGIN * target / found)
         if search.groups:
-            measure, known = search.measure, self._store.tokens or []
-            search.measure = lambda names: bench.measure(names, known)
+            deadline = SEARCH_TIME * self._plan.time_limit
+            search.measure = self._measurer(outcome.precision, bench, deadline)
+            search.size = partial(extra_bytes, bench.model)
             search.run()
-            search.measure = measure
         self._name_sets(outcome, bench.model)
         return search.best() != before
 
@@ -285,7 +298,7 @@ class _Tuner:
         within_budget = goal.fits(best.nbytes, best.figures.seconds, outcome.search.found[NOTHING].seconds)
         unusable = outcome.gradients is not None and not outcome.gradients.usable
         reached = within_budget and promise.finite and not unusable and (not goal.has_target or goal.is_met(promise))
-        shown = [o.candidate(names) for o in self._outcomes for names in o.search.front()]
+        shown = [o.candidate(names) for o in self._outcomes for names in o.search.front() if names in o.patterns]
         rules = [o.candidate(names) for o in self._outcomes for names in o.rules if names in o.search.found]
         if outcome.search.groups and not best.figures.mean < outcome.search.found[NOTHING].mean / 2:
             whole = outcome.search.found.get(outcome.search.everything)
@@ -304,15 +317,22 @@ class _Tuner:
             before=self._outcomes[0].candidate(NOTHING),
             front=tuple(sorted(_front(shown), key=lambda c: (c.nbytes, c.figures.mean))),
             rules=tuple(rules),
+            points=tuple(self._points()),
             contributions=tuple(_contributions(outcome.search)),
             gradients=outcome.gradients,
-            settings=lines_of(outcome.precision, best.fp32_modules),
+            settings=lines_of(outcome.precision, best.fp32_modules, self._plan.settings.get(outcome.precision)),
             notes=tuple(dict.fromkeys(self._notes)),
             seconds=time.monotonic() - self._begun,
             measurements=len(self._store),
         )
         self._store.write(result.to_dict())
         return result
+
+    def _points(self) -> Iterator[tuple[str, int, float]]:
+        for o in self._outcomes:
+            for names, figures in o.search.found.items():
+                if figures.finite:
+                    yield o.precision, o.offset + o.sizes[names], figures.mean
 
     def _identity(self, bench: Bench) -> dict[str, Any]:
         trainer: Any = bench.trainer
@@ -349,7 +369,10 @@ def tune_trainer(build: Builder, plan: Plan, store: Store) -> Tuning:
         RecipeError: If no precision can be measured.
         PrecisionError: If the trainer of the only precision cannot be built.
     """
-    return _Tuner(build, plan, store).run()
+    try:
+        return _Tuner(build, plan, store).run()
+    finally:
+        forget_precision()
 
 
 def _rules(model: Any) -> dict[Modules, str]:
@@ -363,12 +386,6 @@ def _rules(model: Any) -> dict[Modules, str]:
     return rules
 
 
-def _base_children(model: Any) -> Iterator[tuple[str, Any]]:
-    from ..model.parts import unwrap
-
-    return ((name, child) for name, child in unwrap(model).named_children())
-
-
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates to which no other is better in bytes and mismatch."""
 
@@ -377,6 +394,10 @@ def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
         return a[0] <= b[0] and a[1] <= b[1] and a != b
 
     return [c for c in candidates if c.figures.finite and not any(better(other, c) for other in candidates)]
+
+
+def _closed(names: Modules) -> Figures:
+    raise OutOfTimeError
 
 
 def _contributions(search: Search) -> Iterator[Mapping[str, Any]]:

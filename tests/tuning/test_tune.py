@@ -1,0 +1,397 @@
+"""The precision search: what it measures is what a run logs, and its sets are the smallest that hold."""
+
+import copy
+import json
+import math
+import os
+
+import cells
+import pytest
+import torch
+from datasets import Dataset
+from overflowing import overflowing
+from policing import reset_accelerate
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import safe_trainers
+from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, tiny
+from safe_trainers.cli.main import main
+from safe_trainers.core.errors import RecipeError
+from safe_trainers.testing import fp16_on_cpu
+from safe_trainers.tuning.figures import Figures, summarize
+from safe_trainers.tuning.gradients import check_gradients
+from safe_trainers.tuning.groups import Group, extra_bytes, find_groups, head_name, layer_names, shortest_patterns
+from safe_trainers.tuning.measure import Bench, batches_of, measured
+from safe_trainers.tuning.search import NOTHING, Goal, OutOfTimeError, Search, outermost
+from safe_trainers.tuning.store import Store
+from safe_trainers.tuning.tune import Plan, forget_precision, tune_trainer
+from safe_trainers.weights.fp32_modules import find_modules
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
+
+LENGTH = 12
+
+
+def text_model(layers=3, std=0.06):
+    """A language model with random weights."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(cells.folder("text"))
+    config.num_hidden_layers, config.layer_types, config.initializer_range = layers, None, std
+    return AutoModelForCausalLM.from_config(config)
+
+
+class Builder:
+    """Builds trainers of copies of a model."""
+
+    def __init__(self, folder, model=None, family="text", rows=48, **changes):
+        self.model = text_model() if model is None else model
+        self.processor = tiny.build_processor(family)
+        made = tiny.prompt_dataset(rows, seed=0)
+        self.dataset = made if family in tiny.VISION_FAMILIES else made.remove_columns("image")
+        self.settings = {
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "per_device_train_batch_size": 12,
+            "num_generations": 2,
+            "max_completion_length": LENGTH,
+            "generation_kwargs": tiny.generation_kwargs(self.processor),
+            "report_to": [],
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "precision_report": "off",
+            **changes,
+        }
+
+    def __call__(self, precision, wrap=lambda trainer_class: trainer_class, **changes):
+        return wrap(fp16_on_cpu(SafeGRPOTrainer))(
+            copy.deepcopy(self.model),
+            args=SafeGRPOConfig(precision=precision, **{**self.settings, **changes}),
+            reward_funcs=lambda completions, **_: [float(len(str(text)) % 5) for text in completions],
+            processing_class=self.processor,
+            train_dataset=self.dataset,
+        )
+
+
+@pytest.fixture
+def builder(tmp_path):
+    """A builder of trainers for a language model."""
+    yield Builder(tmp_path)
+    reset_accelerate()
+    cells.reset_autocast()
+
+
+def bench_of(builder, precision="bf16", batches=1, **changes):
+    forget_precision()
+    trainer = builder(precision, measured, precision_metrics=False, **changes)
+    return Bench(trainer, batches_of(trainer.train_dataset, 12, 12 * batches))
+
+
+# ---- What is measured ----
+
+
+def test_forced_tokens_give_the_bits_of_sampling_them(builder):
+    bench = bench_of(builder)
+    tokens = bench.sample(NOTHING, seed=3)
+    sampled, forced = bench.measure(NOTHING, None, seed=3), bench.measure(NOTHING, tokens)
+    assert sampled.tokens > 100
+    assert sampled.mean > 1e-5
+    assert (sampled.mean, sampled.max, sampled.ess) == (forced.mean, forced.max, forced.ess)
+
+
+@pytest.mark.parametrize("patterns", [["lm_head"], ["layers.1.self_attn", "lm_head"], ["mlp"]])
+def test_a_set_is_measured_as_a_trainer_with_it_computes(builder, patterns):
+    bench = bench_of(builder)
+    tokens, names = bench.sample(NOTHING, seed=0), find_modules(bench.model, patterns)
+    toggled = bench.measure(names, tokens)
+    built = bench_of(builder, fp32_modules=patterns).measure(NOTHING, tokens)
+    assert toggled.mean == built.mean != bench.measure(NOTHING, tokens).mean
+    assert toggled.max == built.max
+
+
+def test_measuring_leaves_the_model_as_it_was(builder):
+    bench = bench_of(builder)
+    before = {name: (p.dtype, p.data.clone()) for name, p in bench.model.named_parameters()}
+    tokens = bench.sample(NOTHING, seed=0)
+    bench.measure(layer_names(bench.model)[:1], tokens)
+    check_gradients(bench, NOTHING, layer_names(bench.model), tokens, 1.0)
+    assert all(p.dtype == before[n][0] and torch.equal(p, before[n][1]) for n, p in bench.model.named_parameters())
+    assert all(p.grad is None for p in bench.model.parameters())
+
+
+def test_figures_of_known_differences():
+    trainer = torch.tensor([[-1.0, -2.0, 9.0], [-1.0, -1.0, -1.0]])
+    sampler = torch.tensor([[-1.5, -2.0, 0.0], [-1.0, -1.0, -0.9]])
+    figures = summarize([(trainer, sampler, torch.tensor([[1, 1, 0], [1, 1, 1]]))], 2.0)
+    assert figures.tokens, figures.sequences == (5, 2)
+    assert figures.mean == pytest.approx(0.6 / 5)
+    assert figures.out_of_band == pytest.approx(2 / 5)
+    assert Figures.of_dict(json.loads(json.dumps(figures.to_dict()))) == figures
+    lost = summarize([(trainer * torch.nan, sampler, torch.ones(2, 3))], 0.0)
+    assert not lost.finite
+    assert Figures.of_dict(json.loads(json.dumps(lost.to_dict()))) == lost
+
+
+# ---- Groups and patterns ----
+
+
+@pytest.mark.parametrize("family", ["text", "gpt_oss", "llava", "gemma3", "aria"])
+def test_groups_cover_a_model_and_patterns_select_exactly_a_set(family):
+    model = tiny.build_model(family)
+    groups = find_groups(model)
+    everything = outermost(NOTHING.union(*(group.modules for group in groups)))
+    elements = sum(p.numel() for p in model.parameters())
+    assert extra_bytes(model, everything) >= 0.95 * 2 * elements
+    for chosen in (everything, *(group.modules for group in groups), groups[0].modules | groups[-1].modules):
+        assert set(find_modules(model, shortest_patterns(model, chosen))) == set(find_modules(model, chosen))
+    assert {"embeddings", "head", "norms"} <= {group.name for group in groups}
+    assert any("router" in group.name for group in groups) == (family in ("gpt_oss", "aria"))
+
+
+def test_all_layers_of_a_kind_are_one_pattern():
+    model = text_model()
+    names = [f"model.layers.{number}.self_attn" for number in range(3)]
+    assert shortest_patterns(model, names) == ["self_attn"]
+    assert shortest_patterns(model, names[1:]) == ["layers.1.self_attn", "layers.2.self_attn"]
+
+
+# ---- The search ----
+
+
+class Additive:
+    """A model of independent sources: the mismatch is the root of the sum of their squares."""
+
+    def __init__(self, sources, goal, most=None):
+        self.sources, self.calls, self._most = sources, 0, most
+        self.groups = [Group(name, frozenset([name]), nbytes) for name, (nbytes, _) in sources.items()]
+        self.search = Search(self.groups, [frozenset(["head"])], self.measure, self.size, goal)
+
+    def size(self, names):
+        return sum(self.sources[name][0] for name in names)
+
+    def measure(self, names):
+        self.calls += 1
+        if self._most is not None and self.calls > self._most:
+            raise OutOfTimeError
+        rest = [noise for name, (_, noise) in self.sources.items() if name not in names]
+        mean = math.sqrt(sum(noise**2 for noise in rest) + 1e-16)
+        return Figures(mean, mean, mean, 1.0, 0.0, 100, 10, 0.0, 1.0 + len(names))
+
+
+SOURCES = {"head": (1000, 1e-5), "a": (100, 1e-3), "b": (100, 2e-3), "c": (300, 5e-4), "d": (900, 1e-4)}
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(3e-3, ""), (1.2e-3, "b"), (6e-4, "ab"), (2e-4, "abc"), (5e-5, "abcd"), (1e-7, "abcd head")],
+)
+def test_the_smallest_set_that_meets_a_target(limit, expected):
+    model = Additive(SOURCES, Goal(max_mismatch=limit))
+    model.search.run()
+    assert model.search.complete
+    names = {*expected.split()[0]} if expected else set()
+    assert model.search.best() == names | ({"head"} if "head" in expected else set())
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(0, ""), (150, "b"), (200, "ab"), (550, "abc"), (1400, "abcd")])
+def test_the_smallest_mismatch_within_a_budget(budget, expected):
+    model = Additive(SOURCES, Goal(max_bytes=budget))
+    model.search.run()
+    assert model.search.best() == set(expected)
+
+
+def test_a_budget_that_cannot_be_met_gives_the_best_within_it():
+    model = Additive(SOURCES, Goal(max_mismatch=1e-6, max_bytes=250))
+    model.search.run()
+    assert model.search.best() == {"a", "b"}
+
+
+def test_a_source_that_overflows_is_always_in_the_set():
+    model = Additive({**SOURCES, "tower": (5000, math.inf)}, Goal(max_mismatch=6e-4))
+    model.search.run()
+    assert model.search.best() == {"a", "b", "tower"}
+
+
+def test_the_time_limit_leaves_the_best_so_far():
+    model = Additive(SOURCES, Goal(max_mismatch=1e-7), most=9)
+    model.search.run()
+    assert not model.search.complete
+    assert model.search.best() is not None
+
+
+def test_the_time_of_a_set_can_be_a_budget():
+    model = Additive(SOURCES, Goal(max_time=3.0))
+    model.search.run()
+    assert len(model.search.best()) == 2
+
+
+# ---- The whole search ----
+
+
+def test_the_lines_give_the_promised_mismatch(builder, tmp_path):
+    budget = extra_bytes(builder.model, layer_names(builder.model)[-1:])
+    plan = Plan("text", "tiny", Goal(max_bytes=budget), precisions=("bf16",), sequences=12, rounds=30)
+    found = tune_trainer(lambda p, m: builder(p, m, precision_metrics=False), plan, Store(tmp_path / "found.json"))
+    assert found.reached
+    assert found.complete
+    assert 0 < found.best.nbytes <= budget
+    rules = {rule.chosen_by: rule.figures.mean for rule in found.rules}
+    assert found.best.figures.mean < 0.9 * rules["last layer"]
+    settings = dict(found.settings)
+    trainer = builder(settings.pop("precision"), learning_rate=0.0, max_steps=16, logging_steps=16, seed=5, **settings)
+    trainer.train()
+    logged = trainer.state.log_history[0]["precision/logp_mismatch_mean"]
+    assert logged == pytest.approx(found.promise.mean, rel=0.1)
+
+    again = Store(tmp_path / "found.json")
+    resumed = tune_trainer(lambda p, m: builder(p, m, precision_metrics=False), plan, again)
+    assert again.resumed == found.measurements == resumed.measurements
+    assert resumed.best == found.best
+
+
+def test_float16_that_overflows_gets_the_tower_in_float32(tmp_path):
+    builder = Builder(tmp_path, overflowing(), "gemma3")
+    plan = Plan("gemma3", goal=Goal(max_mismatch=0.05), precisions=("fp16",), sequences=12, rounds=1)
+    found = tune_trainer(lambda p, m: builder(p, m, precision_metrics=False), plan, Store(None))
+    reset_accelerate()
+    cells.reset_autocast()
+    assert found.before.figures.finite is False
+    assert found.settings["fp32_modules"] == ["vision_tower"]
+    assert found.reached
+    assert found.gradients.usable
+
+
+def test_a_loss_scale_is_halved_until_the_gradients_are_finite(builder):
+    bench = bench_of(builder, "fp16")
+    tokens, everything = bench.sample(NOTHING, seed=0), layer_names(bench.model)
+    found = check_gradients(bench, NOTHING, everything, tokens, 2.0**60)
+    assert 1 < found.scale < 2.0**60
+    assert check_gradients(bench, NOTHING, everything, tokens, 2.0**-30) == found.__class__(0.0, 0.0)
+    assert check_gradients(bench, everything, everything, tokens, 2.0**10).underflow <= found.underflow + 0.01
+
+
+def test_a_mismatch_that_is_not_rounding_is_said_to_be_none(builder, monkeypatch):
+    bench_type = type(bench_of(builder))
+    original = bench_type._run
+
+    def shifted(self, *args):
+        for trainer, *rest in original(self, *args):
+            yield (trainer + 0.3, *rest)
+
+    monkeypatch.setattr(bench_type, "_run", shifted)
+    plan = Plan("text", precisions=("bf16",), sequences=12, rounds=1)
+    found = tune_trainer(lambda p, m: builder(p, m, precision_metrics=False), plan, Store(None))
+    assert not found.reached
+    assert "not due to the precision" in " ".join(found.notes)
+    assert "the best that was found" in found.verdict
+
+
+# ---- The command ----
+
+
+RECIPE = """\
+# a recipe
+model_name_or_path: tiny:llava
+dtype: float32
+bf16: true  # half precision
+use_cpu: true
+dataset_name: tiny:shapes
+dataset_size: 64
+evaluation_size: 4
+reward_funcs: [safe_trainers.tiny.exact_match]
+max_steps: 4
+per_device_train_batch_size: 12
+num_generations: 4
+max_completion_length: 12
+output_dir: runs/one
+report_to: none
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """The file of a recipe, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    yield tmp_path / "mine.yaml"
+    reset_accelerate()
+    cells.reset_autocast()
+
+
+def test_the_command_writes_the_lines_into_the_recipe(recipe, capsys):
+    command = ["tune", recipe.name, "--task", "grpo", "--sequences", "12", "--precision", "bf16", "--json",
+               "found.json", "--plot", "found.png", "--write"]  # fmt: skip
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    result = json.loads((recipe.parent / "found.json").read_text())
+    modules = result["settings"]["fp32_modules"]
+    assert out.startswith(f"precision: bf16\nfp32_modules: [{', '.join(modules)}]\n")
+    assert "reached" in out
+    text = recipe.read_text()
+    assert "precision: bf16" in text
+    assert "\nbf16: true" not in text
+    assert text.startswith("# a recipe\n")
+    assert (recipe.parent / "mine.yaml.bak").read_text() == RECIPE
+    assert (recipe.parent / "found.png").stat().st_size > 10_000
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_target_out_of_reach_gives_the_best_and_status_1(recipe, capsys):
+    command = ["tune", recipe.name, "--task", "grpo", "--sequences", "12", "--precision", "bf16", "--max_mismatch",
+               "1e-12", "--max_bytes", "40K", "--max_tokens", "6", "--write"]  # fmt: skip
+    assert main(command) == 1
+    shown = capsys.readouterr()
+    assert "not reached; the best that was found gives" in shown.out
+    assert "was not changed" in shown.err
+    assert recipe.read_text() == RECIPE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sft/tiny_vlm_bf16"], "only grpo and rloo have rollouts"),
+        (["no/such/model"], "neither a recipe nor a model"),
+        (["tiny:nothing"], "not an embedded model"),
+        (["mine.yaml", "--task", "grpo", "--use_vllm", "true"], "tune measures the model's own `generate`"),
+        (["grpo/tiny_vlm_bf16", "--write"], "safe-trainers copy grpo/tiny_vlm_bf16"),
+        (["mine.yaml", "--plot", "a.doc"], "--plot must end in"),
+        (["mine.yaml", "--json", "nowhere/a.json"], "does not exist"),
+        (["mine.yaml", "--task", "grpo", "--json", "mine.yaml"], "is not a file of `safe-trainers tune`"),
+        (["tiny:text", "--learning_rate", "1"], "unrecognized arguments"),
+    ],
+)
+def test_bad_input_is_one_error(recipe, arguments, message, capsys):
+    assert main(["tune", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_one_error(recipe, monkeypatch, capsys):
+    import psutil
+
+    folder = tiny.save("text", recipe.parent / "model")
+    free = type("Free", (), {"available": 1000})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    assert main(["tune", str(folder)]) == 2
+    assert "does not fit: its weights take" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_model_is_measured_on_random_tokens(recipe):
+    folder = tiny.save("text", recipe.parent / "model")
+    found = safe_trainers.tune(str(folder), precisions=["bf16"], sequences=8, max_tokens=6, max_bytes=10**6)
+    assert found.prompts.startswith("random tokens")
+    assert found.reached
+    assert found.promise.mean < found.before.figures.mean
+
+
+def test_the_names_of_files_that_are_no_results_are_refused(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(RecipeError, match="Write the name of a new file"):
+        Store(tmp_path / "other.json")
+    assert os.listdir(tmp_path) == ["other.json"]
+
+
+def test_rows_are_batched_without_overlap():
+    rows = Dataset.from_dict({"n": list(range(10))})
+    assert [[row["n"] for row in batch] for batch in batches_of(rows, 3, 5)] == [[0, 1, 2], [3, 4, 5]]
+    assert [[row["n"] for row in batch] for batch in batches_of(rows, 3, 5, skip=6)] == [[6, 7, 8], [9]]
+    assert head_name(text_model(1)) == "lm_head"
