@@ -11,6 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 
 .DEFAULT_GOAL := help
 .PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-sampler every-family evidence docs upstream compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-sampler bench-tune every-family evidence docs upstream compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +103,10 @@ bench-metrics: setup ## train healthily and with planted faults, and record ever
 bench-tiny: setup ## run the embedded recipes and their controls: docs/tiny_task.md (15 minutes)
 	@$(BIN)/python benchmarks/tiny_task.py
 
+bench-tune: setup ## search modules in float32 for each tiny family, against fixed rules: docs/tune.md (half an hour)
+	@$(BIN)/python benchmarks/tune.py
+	@$(BIN)/python tools/build_docs.py
+
 bench-growth: setup ## measure time and memory up to 1e5 tensors and 1e3 images: docs/growth.md (7 minutes)
 	@$(BIN)/python benchmarks/growth.py
 	@$(BIN)/python tools/build_docs.py
@@ -123,6 +128,7 @@ bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by 
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
 bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff evidence ## run all benchmarks and write their pages
+bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-tune evidence ## run all benchmarks and write their pages
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py

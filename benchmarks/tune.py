@@ -1,9 +1,9 @@
 """Searches modules in float32 for each tiny family and a byte-level model, and compares them with fixed rules.
 
-Each rule (the head, the last layer, in the byte model also the last two and four) is a budget of bytes. `tune` searches the set with the
-smallest mismatch within this budget, and both sets are measured on held-out prompts. Then `tune` searches
-without a goal, and its lines are pasted into a run, whose logged mismatch is compared with the promise.
-`make bench-tune` writes `benchmarks/results/tune.jsonl` and the page.
+Each rule (the head, the last layer, in the byte model also the last two and four) is a budget of bytes. `tune`
+searches the set with the smallest mismatch within this budget, and both sets are measured on held-out prompts. Then
+`tune` searches without a goal, and its lines are pasted into a run, whose logged mismatch is compared with the
+promise. `make bench-tune` writes `benchmarks/results/tune.jsonl` and the page.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import copy
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,6 +50,7 @@ PACKAGES = ("safe-trainers", "torch", "trl", "transformers")
 BYTE = "byte model"
 LAYERS = 4
 """Text layers of each family, so that the last layers are not all layers; tiny families have one or two."""
+EXAMPLE = "safe-trainers tune tiny:llava --precision bf16 --sequences 16 --max_tokens 12 --max_bytes 40K"
 AS_THEY_ARE = ("gemma4",)
 """Families whose layers are not alike, so that they keep the two that they have."""
 ROWS, LENGTH = 24, 16
@@ -207,7 +209,7 @@ def promise(subject: Subject, folder: Path) -> dict[str, Any]:
         for name in ("contributions", "rules", "measured_sets", "front"):
             content.pop(name)
     content |= {"wall_seconds": round(wall, 1), "cpu_seconds": round(cpu, 1)}
-    return content | {"run": logged["precision/logp_mismatch_mean"], "steps": steps}
+    return content | {"run": logged["precision/logp_mismatch_mean"], "steps": steps, "rows": ROWS}
 
 
 def measure(name: str, steps: int) -> dict[str, Any]:
@@ -223,6 +225,21 @@ def measure(name: str, steps: int) -> dict[str, Any]:
         except (SafeTrainersError, AttributeError, ValueError, RuntimeError) as error:  # a result
             row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return row
+
+
+def example() -> dict[str, Any]:
+    """Runs the worked example of the page as a user does."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tune.json"
+        words = [sys.executable, "-m", "safe_trainers.cli", *EXAMPLE.split()[1:], "--json", str(file)]
+        environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        result = json.loads(file.read_text(encoding="utf-8"))
+    result.pop("state")
+    printed = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith("json ")]
+    return {"commands": [EXAMPLE], "printed": printed, "result": result}
 
 
 def main() -> None:
@@ -252,6 +269,9 @@ def main() -> None:
         lines = [heading, *(known[other] for other in names if other in known)]
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         print(name, row.get("reason") or summary(row), file=sys.stderr, flush=True)
+    if not options.only:
+        shown = json.dumps(example(), indent=1) + "\n"
+        options.output.with_name("tune_example.json").write_text(shown, encoding="utf-8")
 
 
 def summary(row: dict[str, Any]) -> str:

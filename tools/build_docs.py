@@ -10,6 +10,7 @@ import evidence_page
 import fragments
 import metrics_page
 import mismatch_page
+import tune_page
 import versions_page
 from api_page import api_page
 from cli_page import cli_page
@@ -57,6 +58,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "matrix.svg": evidence_page.draw,
     "metrics.svg": metrics_page.draw,
     "mismatch.svg": mismatch_page.draw,
+    "tune.svg": tune_page.draw,
     "timeline.svg": lambda file: _write(file, diagrams.timeline()),
 }
 """The figures of docs/, by file."""

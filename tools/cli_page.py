@@ -62,7 +62,7 @@ def cli_page() -> str:
         if name == "demo":
             lines += ["Every key of its recipe, `grpo/tiny_vlm_bf16`, is also an option.", ""]
         epilog = _parser(name).epilog
-        if epilog and name != "demo":
+        if epilog and not command.takes_recipe_keys:
             lines += ["```text", *epilog.strip().splitlines(), "```", ""]
         if name in EXAMPLES:
             lines += ["Example:", "", "```text", *printed(EXAMPLES[name]), "```", ""]

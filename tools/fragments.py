@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import diff_section
+import tune_page
 from results import read_rows
 
 from safe_trainers.core.device import Device
@@ -122,6 +123,7 @@ PARTS = {
     "docs/hardware.md": {"hardware": hardware},
     "docs/rollouts.md": {"watch": watch},
     "docs/diff.md": {"diff": diff_section.section},
+    "docs/tune.md": {"example": tune_page.example, "measured": tune_page.measured},
 }
 
 

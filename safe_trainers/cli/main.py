@@ -55,7 +55,6 @@ COMMANDS = {
     "tune": Command(
         "find the precision and the modules in float32 that hold the mismatch of sampler and trainer",
         "tune",
-        takes_recipe_keys=True,
     ),
     "plot": Command("plot the log of a run: reward, loss, loss scale, mismatch of sampler and trainer", "plot"),
     "doctor": Command("check whether this machine and environment can train", "doctor"),

@@ -101,15 +101,12 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             f"packaged recipe, run: safe-trainers copy {options.target}"
         )
     _check_files(options)
-    if rest and not has_recipe:
-        raise RecipeError(f"unrecognized arguments: {' '.join(rest)}")
     show_phase(f"reading {options.target}")
     names = ("max_mismatch", "min_ess", "max_bytes", "max_time", "sequences", "max_tokens", "time_limit", "json")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     found = tune(
         options.target,
         task=options.task,
-        overrides=rest,
         precisions=options.precision or PRECISIONS,
         progress=show_phase,
         **given,
@@ -131,7 +128,6 @@ def tune(
     target: Any,
     *,
     task: str | None = None,
-    overrides: Sequence[str] = (),
     precisions: Sequence[str] = PRECISIONS,
     max_mismatch: float | None = None,
     min_ess: float | None = None,
@@ -153,7 +149,6 @@ def tune(
             or a function `build(precision, measured)` that builds a trainer: `measured(SafeGRPOTrainer)(model, args=
             SafeGRPOConfig(precision=precision, ...), ...)`.
         task: The task of a recipe, `"grpo"` or `"rloo"`; by default detected.
-        overrides: Keys of a recipe that override the file, such as `["--model_name_or_path", "other"]`.
         precisions: The precisions to try: `"bf16"`, `"fp16"` and `"fp32"`.
         max_mismatch: The largest mean of abs(D), in nats.
         min_ess: The smallest effective sample size of sequences, as a share.
@@ -185,7 +180,7 @@ def tune(
         if callable(target):
             plan.target, plan.prompts, build = "a trainer", "prompts of its dataset", target
         elif is_recipe(str(target)):
-            source = RecipeTarget(str(target), task, overrides, max_tokens, Path(scratch))
+            source = RecipeTarget(str(target), task, max_tokens, Path(scratch))
             plan.target, plan.prompts, build = str(target), f"prompts of {source.dataset}", source.build
             precisions = sorted(precisions, key=lambda name: name != source.own)
             plan.settings = source.settings

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ class RecipeTarget:
         settings: Further lines that a precision needs.
     """
 
-    def __init__(
-        self, name: str, task: str | None, overrides: Sequence[str], max_tokens: int | None, scratch: Path
-    ) -> None:
+    def __init__(self, name: str, task: str | None, max_tokens: int | None, scratch: Path) -> None:
         from ..recipes.load import load_recipe
         from ..recipes.packaged import recipe_path
         from ..recipes.validate import check_recipe, tasks_of
@@ -38,7 +36,7 @@ class RecipeTarget:
         if self._task not in ("grpo", "rloo"):
             why = "tune compares rollouts with their scoring, and only grpo and rloo have rollouts"
             raise RecipeError(Problem(f"{name} is a recipe of {self._task}", why=why))
-        self._checked = check_recipe(file, self._task, list(overrides))
+        self._checked = check_recipe(file, self._task)
         values = self._checked.values
         if values.get("use_vllm"):
             why = "tune measures the model's own `generate`, and vLLM computes modules in its own dtype"

@@ -26,6 +26,7 @@ class Figures:
         sequences: Number of sequences.
         error: The standard error of `mean` in nats, with sequences as the independent units.
         seconds: Time of generation and scoring: CPU time on a CPU, else wall time.
+        computes: Whether the model computes; two dtypes may meet in an operation that rejects them.
     """
 
     mean: float
@@ -37,6 +38,7 @@ class Figures:
     sequences: int
     error: float
     seconds: float
+    computes: bool = True
 
     @property
     def finite(self) -> bool:
@@ -52,6 +54,10 @@ class Figures:
         """Reads what `to_dict` returned."""
         values: dict[str, Any] = {name: math.inf if value is None else value for name, value in content.items()}
         return cls(**values)
+
+
+NOT_COMPUTED = Figures(math.inf, math.inf, math.inf, 0.0, 1.0, 0, 0, math.inf, 0.0, computes=False)
+"""The figures of a set with which the model does not compute."""
 
 
 def summarize(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], seconds: float) -> Figures:

@@ -28,6 +28,10 @@ Tokens = list[list[list[list[int]]]]
 """Sampled tokens by batch, turn and row."""
 
 
+LEAST_ROUNDS = 4
+"""Least rounds of a promise. Large differences of single tokens may be rare, and a few sequences have none."""
+
+
 class Forced(LogitsProcessor):
     """Makes `generate` choose given tokens.
 
@@ -197,7 +201,7 @@ class Bench:
                 pairs.append((trainer, sampler, mask))
                 seconds += spent
             figures = summarize(pairs, seconds)
-            if enough(figures):
+            if number + 1 >= LEAST_ROUNDS and enough(figures):
                 break
         return figures
 

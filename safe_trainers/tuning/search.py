@@ -127,11 +127,11 @@ class Search:
             if self.goal.is_met(self._figures(NOTHING)):
                 self.complete = True
                 return
-            self._figures(self.everything)
+            whole = self._figures(self.everything)
             for rule in self.rules:
                 self._figures(rule)
             self._measure_contributions()
-            if self.found[self.everything].mean < self.found[NOTHING].mean / FLOOR:
+            if whole.mean < self.found[NOTHING].mean / FLOOR or not whole.computes:
                 self._by_contribution()
                 self._greedy()
                 if not self.goal.has_target:
@@ -194,7 +194,11 @@ class Search:
     def _alone(self, group: Group) -> float:
         """The mean mismatch that a group alone causes, in nats; infinite if it overflows."""
         figures = self.found.get(self._without(group))
-        return 0.0 if figures is None else max(figures.mean - self.found[self.everything].mean, 0.0)
+        if figures is None:
+            return 0.0
+        if not figures.computes:
+            return max(self._gain_of(group), 0.0)
+        return max(figures.mean - self.found[self.everything].mean, 0.0)
 
     def _by_contribution(self) -> None:
         """Measures sets of the groups with the largest contributions for their bytes, without measuring each step."""
@@ -218,7 +222,8 @@ class Search:
         """Adds one group at a time: of those on the shortlist, the one with the largest measured gain."""
         gains: dict[str, float] = {}
         current, stalls = NOTHING, 0
-        floor = self.found[self.everything].mean * FLOOR
+        whole = self.found[self.everything]
+        floor = whole.mean * FLOOR if whole.finite else 0.0
         must = [group for group in self.groups if not math.isfinite(self._alone(group))]  # they overflow on their own
         current = current.union(*(group.modules for group in must))
         if not self._fits(current):
@@ -250,7 +255,7 @@ class Search:
 
     def _gain_of(self, group: Group) -> float:
         figures = self.found.get(group.modules)
-        gain = 0.0 if figures is None else self.found[NOTHING].mean - figures.mean
+        gain = 0.0 if figures is None or not figures.computes else self.found[NOTHING].mean - figures.mean
         return 0.0 if math.isnan(gain) else gain
 
     def _growth(self, current: Modules, group: Group) -> int:

@@ -15,7 +15,8 @@ from ..core.dtypes import FLOAT16, FLOAT32
 from ..core.errors import PrecisionWarning, RecipeError, SafeTrainersError
 from ..core.versions import __version__
 from ..model.parts import unwrap
-from .figures import Figures
+from ..model.trial_forward import is_dtype_error
+from .figures import NOT_COMPUTED, Figures
 from .gradients import Gradients, check_gradients
 from .groups import extra_bytes, find_groups, head_name, layer_names, shortest_patterns
 from .measure import Bench, batches_of, measured
@@ -30,6 +31,8 @@ Builder = Callable[[str, Callable[[type], type]], Any]
 PRECISIONS = ("bf16", "fp16", "fp32")
 SHARE = 0.1
 """Without a goal, the mismatch is to become this share of what it is without a module in float32."""
+NOISE = 1e-6
+"""The smallest default target, in nats: float32 on both sides differs by up to this."""
 MARGIN = 0.9
 """The search aims at this share of the target, because the promise is measured on other prompts."""
 TIGHTENED = 3
@@ -38,7 +41,9 @@ SEARCH_TIME = 0.8
 """Share of the time limit for the search; the rest is for the promise."""
 RELATIVE_ERROR = 0.025
 """The promise is measured until its standard error is this share of it."""
-MOST_ROUNDS = 40
+ABSOLUTE_ERROR = 2e-7
+"""A standard error in nats that suffices for any promise: about the rounding of float32."""
+MOST_ROUNDS = 20
 SEED = 11
 REPORTED = 5.0
 """Seconds between two lines of progress."""
@@ -167,7 +172,7 @@ class _Tuner:
         measure = self._measurer(precision, bench, deadline)
         plain = measure(NOTHING)
         if not self._goal.has_target and self._goal.max_bytes is None and self._goal.max_time is None:
-            self._goal = Goal(max_mismatch=SHARE * plain.mean)
+            self._goal = Goal(max_mismatch=max(SHARE * plain.mean, NOISE))
         search = Search(groups, list(rules), measure, partial(extra_bytes, model), self._aimed())
         outcome = _Outcome(precision, search, rules=rules)
         if precision == "fp32":
@@ -192,7 +197,12 @@ class _Tuner:
                 raise OutOfTimeError
             if store.get(precision, NOTHING) is None:
                 bench.measure(names, tokens)  # the first measurement fills caches, and takes longer
-            figures = bench.measure(names, tokens)
+            try:
+                figures = bench.measure(names, tokens)
+            except RuntimeError as error:
+                if not names or not is_dtype_error(error):
+                    raise
+                figures = NOT_COMPUTED
             store.put(precision, names, figures)
             self._tell(f"{precision}: {len(store)} measured, the last with a mean mismatch of {figures.mean:.2e}")
             store.write({"complete": False})
@@ -270,7 +280,7 @@ class _Tuner:
         bench = Bench(self._bench.trainer, self._held_out)
 
         def enough(figures: Figures) -> bool:
-            exact = figures.error <= RELATIVE_ERROR * figures.mean
+            exact = figures.error <= max(RELATIVE_ERROR * figures.mean, ABSOLUTE_ERROR)
             return exact or time.monotonic() - self._begun > self._plan.time_limit
 
         return bench.promise(names, SEED + 1000, enough, self._plan.rounds)

@@ -313,6 +313,7 @@ def recipe(tmp_path, monkeypatch):
     """The file of a recipe, in the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(RECIPE)
+    (tmp_path / "vllm.yaml").write_text(f"{RECIPE}use_vllm: true\n")
     yield tmp_path / "mine.yaml"
     reset_accelerate()
     cells.reset_autocast()
@@ -352,12 +353,11 @@ def test_a_target_out_of_reach_gives_the_best_and_status_1(recipe, capsys):
         (["sft/tiny_vlm_bf16"], "only grpo and rloo have rollouts"),
         (["no/such/model"], "neither a recipe nor a model"),
         (["tiny:nothing"], "not an embedded model"),
-        (["mine.yaml", "--task", "grpo", "--use_vllm", "true"], "tune measures the model's own `generate`"),
+        (["vllm.yaml", "--task", "grpo"], "tune measures the model's own `generate`"),
         (["grpo/tiny_vlm_bf16", "--write"], "safe-trainers copy grpo/tiny_vlm_bf16"),
         (["mine.yaml", "--plot", "a.doc"], "--plot must end in"),
         (["mine.yaml", "--json", "nowhere/a.json"], "does not exist"),
         (["mine.yaml", "--task", "grpo", "--json", "mine.yaml"], "is not a file of `safe-trainers tune`"),
-        (["tiny:text", "--learning_rate", "1"], "unrecognized arguments"),
     ],
 )
 def test_bad_input_is_one_error(recipe, arguments, message, capsys):
