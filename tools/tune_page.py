@@ -90,8 +90,8 @@ def measured() -> str:
     cpu = [row["promise"]["cpu_seconds"] for row in done]
     lines += [
         "",
-        "The lines of a search without a budget were pasted into a run. The mismatch that the run logged is within 10 %",
-        f"of the promise in {near} of {len(off)} models, and within 10 % or two standard errors in {inside}. In the",
+        "The lines of a search without a budget were pasted into a run. The mismatch that the run logged is within",
+        f"10 % of the promise in {near} of {len(off)} models, and within 10 % or two standard errors in {inside}. In the",
         "others and in many of these, few tokens cause the mismatch, so that promise and run are inexact.",
         f"A search took {min(cpu):.0f} to {max(cpu):.0f} s of CPU time.",
         "",

@@ -230,7 +230,7 @@ def test_the_time_of_a_set_can_be_a_budget():
 
 def test_the_lines_give_the_promised_mismatch(builder, tmp_path):
     budget = extra_bytes(builder.model, layer_names(builder.model)[-1:])
-    plan = Plan("text", "tiny", Goal(max_bytes=budget), precisions=("bf16",), sequences=12, rounds=30)
+    plan = Plan("text", "tiny", Goal(max_bytes=budget), precisions=("bf16",), sequences=12, rounds=12)
     found = tune_trainer(lambda p, m: builder(p, m, precision_metrics=False), plan, Store(tmp_path / "found.json"))
     assert found.reached
     assert found.complete
@@ -264,8 +264,8 @@ def test_float16_that_overflows_gets_the_tower_in_float32(tmp_path):
 def test_a_loss_scale_is_halved_until_the_gradients_are_finite(builder):
     bench = bench_of(builder, "fp16")
     tokens, everything = bench.sample(NOTHING, seed=0), layer_names(bench.model)
-    found = check_gradients(bench, NOTHING, everything, tokens, 2.0**60)
-    assert 1 < found.scale < 2.0**60
+    found = check_gradients(bench, NOTHING, everything, tokens, 2.0**34)
+    assert 1 < found.scale < 2.0**34
     assert check_gradients(bench, NOTHING, everything, tokens, 2.0**-30) == found.__class__(0.0, 0.0)
     assert check_gradients(bench, everything, everything, tokens, 2.0**10).underflow <= found.underflow + 0.01
 
