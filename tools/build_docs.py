@@ -46,6 +46,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "refusals": refusals_page,
     "sampler": sampler_page,
     "trainers": trainers_page,
+    "tune_results": tune_page.results_page,
     "upstream": upstream_page,
     "versions": versions_page.page,
 }

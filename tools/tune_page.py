@@ -91,21 +91,37 @@ def measured() -> str:
     lines += [
         "",
         "The lines of a search without a budget were pasted into a run. The mismatch that the run logged is within",
-        f"10 % of the promise in {near} of {len(off)} models, and within 10 % or two standard errors in {inside}. In the",
-        "others and in many of these, few tokens cause the mismatch, so that promise and run are inexact.",
+        f"10 % of the promise in {near} of {len(off)} models, and within 10 % or two standard errors in {inside}.",
+        "Where few tokens cause the mismatch, promise and run are inexact.",
         f"A search took {min(cpu):.0f} to {max(cpu):.0f} s of CPU time.",
-        "",
-        "Mean mismatch on held-out prompts, in millionths of a nat:",
-        "",
-        "| model | half precision | head only | tuned, at its bytes | last layer | tuned, at its bytes "
-        "| lines of `tune` | promise, two standard errors | run |",
-        "|---|---:|---:|---:|---:|---:|---|---:|---:|",
-        *map(_row, done),
+        "[Each model](tune_results.md).",
         "",
         f"*Made from `benchmarks/results/tune.jsonl`, which `make bench-tune` writes. `{heading['command']}`;",
         f"{versions_of(heading)}; {heading['machine']}.*",
     ]
     return "\n".join(lines)
+
+
+def results_page() -> str:
+    """Returns `tune_results.md`."""
+    _, found = read_rows(RESULTS / "tune.jsonl")
+    done = [row for row in found if "reason" not in row]
+    return "\n".join(
+        [
+            "# Precision search by model",
+            "",
+            "The results of `safe-trainers tune` in [each model](tune.md#measured): the mean mismatch on held-out",
+            "prompts, in millionths of a nat, and the promise with two standard errors.",
+            "",
+            "| model | half precision | head only | tuned, at its bytes | last layer | tuned, at its bytes "
+            "| lines of `tune` | promise | run |",
+            "|---|---:|---:|---:|---:|---:|---|---:|---:|",
+            *map(_row, done),
+            "",
+            "*Made from `benchmarks/results/tune.jsonl` by `make docs`.*",
+            "",
+        ]
+    )
 
 
 def _row(row: Row) -> str:

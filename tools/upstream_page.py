@@ -58,5 +58,8 @@ def upstream_page() -> str:
         lines += [f"- Upstream: <{about['thread']}>"]
         lines += ["- Works around it: " + ", ".join(f"`{name}`" for name in about["mechanisms"])]
         lines += [f"- Printed with it: {result['remark']}"] if "remark" in result else []
-    lines += ["", f"*Made from `upstream/` and `benchmarks/results/upstream.json` by `make docs`; {versions_of(measured)}.*"]
+    lines += [
+        "",
+        f"*Made from `upstream/` and `benchmarks/results/upstream.json` by `make docs`; {versions_of(measured)}.*",
+    ]
     return "\n".join(lines) + "\n"

@@ -178,8 +178,8 @@ class ModelTarget:
         plain = torch.tensor([number for number in range(len(tokenizer)) if number not in special])
         generator = torch.Generator().manual_seed(0)
         chosen = torch.randint(len(plain), (self._rows, PROMPT_TOKENS), generator=generator)
-        texts = [tokenizer.decode(plain[row].tolist()) for row in chosen]
-        return self._name, Dataset.from_dict({"prompt": texts}), {}
+        prompts = [tokenizer.decode(plain[row].tolist()) for row in chosen]
+        return self._name, Dataset.from_dict({"prompt": prompts}), {}
 
 
 def is_recipe(target: str) -> bool:

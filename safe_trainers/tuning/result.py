@@ -84,7 +84,7 @@ class Tuning:
 
     @property
     def verdict(self) -> str:
-        """One sentence that says whether the goal is met."""
+        """A sentence on whether the goal is met."""
         promised = f"a mean mismatch of {self.promise.mean:.3g} nats on held-out prompts"
         if self.reached:
             return f"{self.goal}: reached, {promised}"
