@@ -124,9 +124,9 @@ def versions() -> dict[str, str]:
 def why_absent(family: str) -> str | None:
     """Why the installed transformers cannot build or load a family; `None` if it can."""
     import families
-    from upstream import why_not_built
 
     from safe_trainers import tiny
+    from upstream import why_not_built
 
     return families.ABSENT.get(family) or (why_not_built(family) if family in tiny.VISION_FAMILIES else None)
 

@@ -14,12 +14,12 @@ import trl
 from peft import LoraConfig
 from policing import autocast_nesting
 from transformers import AutoModelForImageTextToText
-from upstream import loads_own_classes, why_not_built
 
 import safe_trainers
 from safe_trainers import tiny
 from safe_trainers.core.tasks import TASKS
 from safe_trainers.core.versions import stable_tasks
+from upstream import loads_own_classes, why_not_built
 
 
 STABLE = {name: TASKS[name] for name in stable_tasks()}

@@ -70,7 +70,9 @@ def test_every_script_runs(file):
 
 
 def test_a_script_that_fails_is_an_error_and_not_a_verdict(tmp_path):
-    (tmp_path / "broken.py").write_text('"""A fault."""\nprint("FAULT is not printed like this")\nraise SystemExit(3)\n')
+    (tmp_path / "broken.py").write_text(
+        '"""A fault."""\nprint("FAULT is not printed like this")\nraise SystemExit(3)\n'
+    )
     assert RUN.run(tmp_path / "broken.py") == {"verdict": "ERROR", "remark": "exit status 3"}
     (tmp_path / "silent.py").write_text('"""A fault."""\nprint("hello")\n')
     assert RUN.run(tmp_path / "silent.py")["verdict"] == "ERROR"

@@ -101,12 +101,12 @@ def page() -> str:
                 "",
                 "## The time of your run",
                 "",
-                "`profile: true` in a recipe, `--profile true` of a training command, or `profile=True` in a Safe config "
-                "measures each",
-                "phase of a step: `profile/...` in the log is in seconds per optimizer step, and the table at the end "
-                "is in",
-                "`profile.json` too. On a GPU, each change of phase waits for the device. `safe_trainers` is the work of "
-                "this package",
+                "`profile: true` in a recipe, `--profile true` of a training command, or `profile=True` in a Safe "
+                "config measures",
+                "each phase of a step: `profile/...` in the log is in seconds per optimizer step, and the table at "
+                "the end is in",
+                "`profile.json` too. On a GPU, each change of phase waits for the device. `safe_trainers` is the "
+                "work of this package",
                 "outside the model; casts inside the model count in the phase in which they run. "
                 "[Measured shares](evidence.md#the-time-of-a-step).",
                 "",

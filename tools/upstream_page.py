@@ -33,9 +33,8 @@ def upstream_page() -> str:
     lines = [
         "# Faults upstream",
         "",
-        f"{len(found)} scripts of at most 60 lines, each of which shows one fault that this package works around. They "
-        "import",
-        f"nothing of this package, so that they can be pasted into a report. {faults} of them print `FAULT` with the "
+        f"{len(found)} scripts of at most 60 lines, each of which shows one fault that this package works around.",
+        f"They import nothing of this package, so that they can be pasted into a report. {faults} of them print `FAULT` with the "
         "versions below.",
         "When one prints `FIXED`, the named files can become simpler.",
         "",

@@ -3,6 +3,7 @@
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 
+
 THREAD = "https://github.com/huggingface/accelerate/blob/main/src/accelerate/utils/dataclasses.py"
 MECHANISMS = ("safe_trainers/policy/distributed.py",)
 QUESTION = "dtypes of gradient reduction and outputs that are bfloat16, of 2"

@@ -4,6 +4,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+
 THREAD = "https://github.com/huggingface/accelerate/issues/4242"
 MECHANISMS = ("safe_trainers/numerics/loss_scale.py",)
 QUESTION = "skipped steps that accelerate counts as taken, of 3"

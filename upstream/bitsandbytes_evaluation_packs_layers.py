@@ -3,6 +3,7 @@
 import bitsandbytes as bnb
 import torch
 
+
 THREAD = "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/main/bitsandbytes/nn/modules.py"
 MECHANISMS = ("safe_trainers/model/packed_layers.py", "safe_trainers/weights/bitsandbytes.py")
 QUESTION = "gradient norm of the input after an evaluation, as a share of the norm before it"

@@ -6,6 +6,7 @@ import torch
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
+
 THREAD = "https://github.com/huggingface/transformers/blob/main/src/transformers/trainer.py"
 MECHANISMS = ("safe_trainers/numerics/gradient_norm.py", "safe_trainers/numerics/finite_watch.py")
 QUESTION = "weights that are NaN after a run whose log has no NaN loss"

@@ -3,6 +3,7 @@
 import torch
 from transformers import AriaConfig, AriaForConditionalGeneration
 
+
 THREAD = "https://github.com/huggingface/transformers/blob/main/src/transformers/models/aria/modeling_aria.py"
 MECHANISMS = ("safe_trainers/media/inputs.py", "safe_trainers/media/caster.py")
 QUESTION = "crashes of a bfloat16 Aria with float32 pixels (0 or 1)"
@@ -16,7 +17,10 @@ vision = dict(
     image_size=28, patch_size=14,
 )  # fmt: skip
 config = AriaConfig(
-    text_config=text, vision_config=vision, projector_patch_to_query_dict={4: 2}, image_token_index=9,
+    text_config=text,
+    vision_config=vision,
+    projector_patch_to_query_dict={4: 2},
+    image_token_index=9,
 )
 model = AriaForConditionalGeneration(config).bfloat16()
 inputs = {

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
+
 THREAD = "https://github.com/huggingface/trl/blob/main/trl/trainer/grpo_trainer.py"
 MECHANISMS = ("safe_trainers/rollout/alignment.py",)
 QUESTION = "float32 weights that are in bfloat16 after one step, as a share"

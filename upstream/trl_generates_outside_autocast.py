@@ -1,4 +1,4 @@
-"""TRL generates in the dtype of the weights, and computes the loss under autocast: two policies with LoRA on float32."""
+"""TRL generates in the dtype of the weights, and computes the loss under autocast: LoRA on float32 is two policies."""
 
 import tempfile
 
@@ -8,6 +8,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
+
 
 THREAD = "https://github.com/huggingface/trl/issues/6688"
 MECHANISMS = ("safe_trainers/rollout/alignment.py",)

@@ -5,6 +5,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
+
 THREAD = "https://github.com/huggingface/trl/issues/6688"
 MECHANISMS = ("safe_trainers/rollout/weight_sync.py", "safe_trainers/weights/merged.py")
 QUESTION = "largest change of a frozen bfloat16 weight after 100 syncs, divided by the mean weight"

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
+
 THREAD = "https://github.com/huggingface/trl/issues/2657"
 MECHANISMS = ("safe_trainers/checkpoint/trainer_state.py",)
 QUESTION = "largest difference of a weight between a run of 4 steps and one that was resumed after step 3"

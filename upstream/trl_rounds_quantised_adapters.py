@@ -6,8 +6,15 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from trl import SFTConfig, SFTTrainer
+
 
 THREAD = "https://github.com/huggingface/trl/blob/main/trl/trainer/sft_trainer.py"
 MECHANISMS = ("safe_trainers/trainer/trl_patches.py", "safe_trainers/weights/trainables.py")

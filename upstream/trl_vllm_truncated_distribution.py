@@ -1,12 +1,14 @@
-"""With `top_p` below 1, vLLM's log-probabilities are of the tokens that it keeps, and TRL's of the whole vocabulary."""
+"""With `top_p` below 1, vLLM's log-probabilities are of the tokens that it keeps, and TRL's of all tokens."""
 
 import os
 import tempfile
+
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
+
 
 THREAD = "https://github.com/huggingface/trl/issues/6789"
 MECHANISMS = ("safe_trainers/rollout/truncation.py",)
@@ -43,7 +45,9 @@ def main():
         how = SamplingParams(top_p=0.5, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
         output = engine.generate([{"prompt_token_ids": [5, 6, 7]}], how)[0].outputs[0]
     tokens = torch.tensor([[5, 6, 7, *output.token_ids]])
-    sampler = torch.tensor([step[token].logprob for step, token in zip(output.logprobs, output.token_ids)])
+    sampler = torch.tensor(
+        [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+    )
     with torch.no_grad():
         logits = model(tokens).logits[0, 2:-1]
     trainer = logits.log_softmax(-1).gather(-1, tokens[0, 3:, None]).squeeze(-1)

@@ -11,7 +11,6 @@ from media_batches import guarded, media_batch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from upstream import towers_count_in_the_dtype_of_pixels
 
 from safe_trainers import tiny
 from safe_trainers.boundaries.cast_hooks import (
@@ -22,6 +21,7 @@ from safe_trainers.boundaries.cast_hooks import (
     widen_embeddings,
 )
 from safe_trainers.model.parts import find_parts
+from upstream import towers_count_in_the_dtype_of_pixels
 
 
 CRASHES = (

@@ -25,7 +25,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
-from upstream import needs_epoch_after_skip
 
 from safe_trainers import PrecisionBase, PrecisionMixin, SafeSFTTrainer
 from safe_trainers.checkpoint import mixin as checkpoints
@@ -41,6 +40,7 @@ from safe_trainers.checkpoint.integrity import Stored, safetensors_dtypes, safet
 from safe_trainers.checkpoint.trainer_state import from_plain, to_plain
 from safe_trainers.core.errors import CheckpointError
 from safe_trainers.testing import fp16_on_cpu
+from upstream import needs_epoch_after_skip
 
 
 SFT = Cell("text", "sft", "fp32", None)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,11 @@ RECIPE = {
 }  # fmt: skip
 COMMAND = ["reward", "--config", "recipe.yaml"]
 PROGRAM = [sys.executable, "-m", "safe_trainers.cli"]
+# A shell without job control ignores SIGINT in what it starts in the background, and children inherit that.
+INTERRUPTIBLE = [
+    sys.executable, "-c", "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "runpy.run_module('safe_trainers.cli', run_name='__main__')",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -36,10 +40,8 @@ def folder(tmp_path, monkeypatch):
 def begin(*arguments):
     """Starts a run that trains for minutes, and waits until it has its output folder."""
     run = subprocess.Popen(
-        [*PROGRAM, *COMMAND, "--max_steps", "100000", "--save_strategy", "no", *arguments],
+        [*INTERRUPTIBLE, *COMMAND, "--max_steps", "100000", "--save_strategy", "no", *arguments],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        # A shell without job control ignores SIGINT in what it starts in the background, and children inherit that.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     end = time.monotonic() + 60
     while not Path("out", LOCK).exists() or not Path("out", LOCK).read_text():

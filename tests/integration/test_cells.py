@@ -6,6 +6,7 @@ Each safe cell runs beside its stock twin, so that the table of crashes is known
 import cells
 import pytest
 from cells import Cell
+
 from upstream import generate_asks_the_tower_first
 
 

@@ -3,9 +3,9 @@
 import cells
 import pytest
 from cells import Cell
-from upstream import generate_asks_the_tower_first
 
 from safe_trainers.testing import ComputeProbe
+from upstream import generate_asks_the_tower_first
 
 
 def probed(cell, safe, **changes):

@@ -19,6 +19,12 @@ from packaging.version import Version
 from peft import LoraConfig
 from policing import reset_accelerate
 from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
+
+from safe_trainers import PrecisionError, SafeGRPOConfig, SafeGRPOTrainer, tiny
+from safe_trainers.rollout.logprob_recorder import SAMPLER_KEY
+from safe_trainers.rollout.mismatch import limits_of
+from safe_trainers.rollout.mismatch_meter import _with_finite_weights
+from safe_trainers.testing import fp16_on_cpu
 from upstream import (
     CLIP_MAX,
     generate_asks_the_tower_first,
@@ -27,12 +33,6 @@ from upstream import (
     needs_missing_logps,
     needs_tools,
 )
-
-from safe_trainers import PrecisionError, SafeGRPOConfig, SafeGRPOTrainer, tiny
-from safe_trainers.rollout.logprob_recorder import SAMPLER_KEY
-from safe_trainers.rollout.mismatch import limits_of
-from safe_trainers.rollout.mismatch_meter import _with_finite_weights
-from safe_trainers.testing import fp16_on_cpu
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")

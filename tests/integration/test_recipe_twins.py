@@ -7,10 +7,10 @@ import public_schemas
 import pytest
 import yaml
 from recipe_twins import DROPPED, RECIPES, SIZES, train, twin
-from upstream import why_not_built
 
 from safe_trainers import tiny
 from safe_trainers.model.parts import is_quantized
+from upstream import why_not_built
 
 
 DEFAULT = {"grpo/qwen2_5_vl_3b_lora_bf16.yaml", "grpo/qwen3_vl_4b_qlora_fp16.yaml", "reward/qwen2_0_5b_lora_bf16.yaml"}

@@ -24,11 +24,11 @@ from datasets import Dataset, IterableDataset
 from kill_child import INSTANTS, KILLED_AT
 from transformers.trainer_utils import get_last_checkpoint
 from two_processes import environment, run_in_two_processes
-from upstream import needs_streams
 
 from safe_trainers.checkpoint.folder import checkpoints_in
 from safe_trainers.checkpoint.trainer_state import to_plain
 from safe_trainers.core.errors import CheckpointError, PrecisionWarning
+from upstream import needs_streams
 
 
 ENVIRONMENT = environment(__file__)

@@ -11,12 +11,12 @@ from media_batches import guarded, media_batch
 from policing import reset_accelerate
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
-from upstream import towers_count_in_the_dtype_of_pixels
 
 from benchmarks import families
 from safe_trainers import PrecisionError, SafeSFTConfig, SafeSFTTrainer, tiny
 from safe_trainers.media.caster import MEDIA_KEYS, MediaCaster
 from safe_trainers.tiny.shapes import draw_images
+from upstream import towers_count_in_the_dtype_of_pixels
 
 
 def caster_for(*models, keys=MEDIA_KEYS, contexts=(contextlib.nullcontext,), sharded=None):

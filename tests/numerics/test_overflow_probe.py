@@ -18,7 +18,6 @@ from policing import reset_accelerate
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from two_processes import run_in_two_processes
-from upstream import CALLS_THE_HEAD
 
 from safe_trainers import PrecisionError, PrecisionWarning
 from safe_trainers.numerics.activations import OverflowReport, Watch
@@ -33,6 +32,7 @@ from safe_trainers.numerics.overflow_fix import (
 from safe_trainers.numerics.overflow_probe import OverflowProbe
 from safe_trainers.numerics.step_monitor import StepMonitor
 from safe_trainers.testing import fp16_on_cpu
+from upstream import CALLS_THE_HEAD
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")

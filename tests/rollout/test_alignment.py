@@ -16,7 +16,6 @@ from peft import LoraConfig, get_peft_model
 from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.training_args import ParallelMode
-from upstream import needs_continuous_settings
 
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning, SafeGRPOConfig
 from safe_trainers.core.device import Device
@@ -24,6 +23,7 @@ from safe_trainers.rollout import alignment
 from safe_trainers.rollout import vllm as engine
 from safe_trainers.rollout.alignment import RolloutAlignment, undo_casts
 from safe_trainers.testing import fp16_on_cpu
+from upstream import needs_continuous_settings
 
 
 SMALL = {"num_blocks": 32, "max_batch_tokens": 64}

@@ -27,7 +27,9 @@ def waits(safe, tokens):
     """The waits in the third step of a run that samples a number of tokens."""
     trainer_class, config = (SafeGRPOTrainer, SafeGRPOConfig) if safe else (trl.GRPOTrainer, trl.GRPOConfig)
     length = {"max_completion_length": tokens, "generation_kwargs": {"min_new_tokens": tokens}}
-    given = cells.arguments(Cell("text", "grpo", "fp32", "bf16", lora=True), config, steps=4, logging_steps=4, **length)
+    given = cells.arguments(
+        Cell("text", "grpo", "fp32", "bf16", lora=True), config, steps=4, logging_steps=4, **length
+    )
     trainer, counts, mode = trainer_class(**given), [], Waits()
 
     class Steps(TrainerCallback):

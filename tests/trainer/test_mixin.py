@@ -11,7 +11,6 @@ import trl
 from cells import Cell
 from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, Trainer
-from upstream import needs_streams, towers_count_in_the_dtype_of_pixels, why_not_built
 
 from safe_trainers import (
     ContractError,
@@ -26,6 +25,7 @@ from safe_trainers import (
     SafeSFTTrainer,
     tiny,
 )
+from upstream import needs_streams, towers_count_in_the_dtype_of_pixels, why_not_built
 
 
 def build(cell, safe=True, trainer_class=None, config=None, **changes):

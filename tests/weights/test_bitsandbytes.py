@@ -19,7 +19,6 @@ from transformers import (
     BitsAndBytesConfig,
     Mxfp4Config,
 )
-from upstream import leaves_quantised
 
 from safe_trainers import tiny
 from safe_trainers.core.errors import PrecisionError
@@ -29,6 +28,7 @@ from safe_trainers.model.trial_forward import sample_inputs
 from safe_trainers.weights import fp32_modules
 from safe_trainers.weights.bitsandbytes import compute_of, int8_rounds_inputs, plan, reconcile
 from safe_trainers.weights.quantized_layers import measure
+from upstream import leaves_quantised
 
 
 bnb = pytest.importorskip("bitsandbytes")

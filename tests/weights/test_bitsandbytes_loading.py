@@ -22,7 +22,6 @@ from transformers import (
     FineGrainedFP8Config,
     Mxfp4Config,
 )
-from upstream import LOADER_OF_5, TAKES_QUANTIZATION, needs_packed_without_kernels
 
 from safe_trainers import tiny
 from safe_trainers.core.errors import PrecisionError
@@ -40,6 +39,7 @@ from safe_trainers.weights.bitsandbytes_loading import (
     unusable_head,
 )
 from safe_trainers.weights.quantized_layers import measure, refusals
+from upstream import LOADER_OF_5, TAKES_QUANTIZATION, needs_packed_without_kernels
 
 
 pytest.importorskip("bitsandbytes")

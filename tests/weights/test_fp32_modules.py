@@ -12,12 +12,12 @@ from peft import LoraConfig
 from policing import reset_accelerate
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from upstream import CALLS_THE_HEAD, CHUNKS_THE_HEAD
 
 from safe_trainers import PrecisionError
 from safe_trainers.testing import fp16_on_cpu
 from safe_trainers.weights import fp32_modules
 from safe_trainers.weights.cast import apply_casts
+from upstream import CALLS_THE_HEAD, CHUNKS_THE_HEAD
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")

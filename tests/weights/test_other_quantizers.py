@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig, TrainerCallback
-from upstream import why_not_built
 
 import safe_trainers
 from safe_trainers import PrecisionError, tiny
@@ -24,6 +23,7 @@ from safe_trainers.rollout import vllm
 from safe_trainers.weights.bitsandbytes import plan
 from safe_trainers.weights.merged import unmergeable
 from safe_trainers.weights.quantized_layers import AS_LOADED, CAST_INPUTS, IN_FLOAT32, apply, measure, refusals
+from upstream import why_not_built
 
 
 IDS = torch.arange(5, 21).reshape(2, 8)  # (B, T)

@@ -26,7 +26,6 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from upstream import needs_packed_without_kernels
 
 from safe_trainers import PrecisionError, tiny
 from safe_trainers.boundaries.cast_hooks import guard_fused, guard_leaves
@@ -34,6 +33,7 @@ from safe_trainers.core.dtypes import from_torch
 from safe_trainers.weights.cast import table
 from safe_trainers.weights.keep_fp32 import declared_float32
 from safe_trainers.weights.unify_dtypes import apply_layout, dominant, make_computable, plan_layout
+from upstream import needs_packed_without_kernels
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
