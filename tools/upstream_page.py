@@ -34,8 +34,9 @@ def upstream_page() -> str:
         "# Faults upstream",
         "",
         f"{len(found)} scripts of at most 60 lines, each of which shows one fault that this package works around.",
-        f"They import nothing of this package, so that they can be pasted into a report. {faults} of them print `FAULT` with the "
-        "versions below.",
+        f"They import nothing of this package, so that they can be pasted into a report. {faults} of them print "
+        "`FAULT` with",
+        "the versions below.",
         "When one prints `FIXED`, the named files can become simpler.",
         "",
         "```bash",

@@ -2,8 +2,8 @@
 
 Autocast gives keys and values in two dtypes: the value projection returns the autocast dtype, and rotary embeddings
 return keys in the dtype of the residual stream. A dynamic cache stores each as it is. A static cache allocates one
-dtype for both, that of the keys, and its `index_copy_` refuses the other. While a turn is generated, the values are cast to
-the dtype of the keys; attention under autocast casts them back without a loss.
+dtype for both, that of the keys, and its `index_copy_` refuses the other. While a turn is generated, the values are
+cast to the dtype of the keys; attention under autocast casts them back without a loss.
 """
 
 import contextlib
