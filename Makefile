@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-sampler every-family evidence docs upstream compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-experts bench-sampler every-family evidence docs upstream compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -122,11 +122,15 @@ bench-trainers: setup ## train each trainer of TRL, stock and safe: docs/trainer
 	@$(BIN)/python benchmarks/trainers.py
 	@$(BIN)/python tools/build_docs.py
 
+bench-experts: setup ## measure which experts sampler and trainer choose, by family, and replay them: docs/experts.md (an hour)
+	@$(BIN)/python benchmarks/experts.py
+	@$(BIN)/python tools/build_docs.py
+
 bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by family, kind and precision (40 minutes)
 	@$(VLLM)/bin/python benchmarks/sampler.py
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
-bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune evidence ## run all benchmarks and write their pages
+bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-experts evidence ## run all benchmarks and write their pages
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py

@@ -36,7 +36,7 @@ PAGES = [
 ]
 REFERENCE = {
     "api", "architecture", "changelog", "cli", "config", "contributing", "cost_tables", "engines",
-    "errors", "families", "growth", "matrix", "metric_runs", "metrics", "mismatch", "recipes",
+    "errors", "experts", "families", "growth", "matrix", "metric_runs", "metrics", "mismatch", "recipes",
     "refusals", "sampler", "tiny_task", "tune_results", "trainers", "versions",
 }  # fmt: skip
 """Pages that are looked things up in; all others are read."""

@@ -15,6 +15,7 @@ import versions_page
 from api_page import api_page
 from cli_page import cli_page
 from config_page import config_page
+from experts_page import experts_page
 from families_page import families_page
 from growth_page import growth_page
 from recipes_page import recipes_page
@@ -36,6 +37,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "cost_tables": cost_section.tables_page,
     "errors": errors_page,
     "evidence": evidence_page.page,
+    "experts": experts_page,
     "families": families_page,
     "growth": growth_page,
     "matrix": evidence_page.matrix_page,

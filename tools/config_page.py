@@ -27,6 +27,7 @@ CHANGES = {
     "adapter_sync": "rounding of the sampler's weights",
     "media_trial": "no, unless the model needs casts to compute",
     "share_media_features": "no with `identical`; `always` skips the measurement",
+    "router_replay": "yes, with `rollout`: scoring and losses use the experts of the rollout",
     "keep_frozen_casts": "no",
     "precision_metrics": "no",
     "record_steps": "no",
@@ -42,6 +43,7 @@ PAGES = {
     "loss_scale_backoff_factor": "fp16", "max_consecutive_skips": "fp16", "overflow_probe_steps": "fp16",
     "rollout_correction": "rollouts", "old_logps": "rollouts", "sync_lost_limit": "vllm",
     "adapter_sync": "vllm", "media_trial": "media", "share_media_features": "media",
+    "router_replay": "experts",
     "keep_frozen_casts": "cost", "precision_metrics": "metrics", "precision_report": "how-it-works",
     "profile": "cost", "save_dtype": "checkpoints", "record_steps": "diff",
 }  # fmt: skip

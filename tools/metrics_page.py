@@ -15,6 +15,7 @@ from safe_trainers.explain.metrics import Metric, metrics
 SECTIONS = {
     "optimizer": ("Optimizer", "numerics"),
     "mismatch": ("Mismatch of sampler and trainer", "rollout"),
+    "experts": ("Experts of sampler and trainer", "experts"),
     "rollout": ("Rewards and weight syncs", "rollout"),
 }
 NOTES = {
@@ -51,6 +52,10 @@ Every mean is taken in float64 over all tokens (or sequences) of all ranks and m
 the last log. D, and S before `exp`, are clamped to [-300, 300]. `is_masked_frac` follows TRL's
 masking: a token whose log p_sampler is NaN has weight 1; if its log p_sampler is minus infinity,
 its weight and that of its sequence are infinite.""",
+    "experts": """Logged for models whose routers are found, see [Mixture of experts](experts.md). The choices are
+compared in the pass that also gives D: the scoring of old log-probabilities, or the first loss of
+each slice. A completion token counts with the choices for the token before it, from which it is
+predicted. D is defined above.""",
     "rollout": """A reward function that returns None or NaN gives no reward. TRL 1 gives a completion without any
 reward no advantage; older releases count its reward as 0. If one of several functions gives no
 reward, the completion's reward is the sum of the others.""",

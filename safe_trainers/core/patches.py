@@ -69,6 +69,9 @@ PATCHES: Mapping[str, Patch] = {
     "native-adapter": Patch(
         "the engine", ("generate",), LIFETIME, "TRL passes no adapter to the engine",
     ),
+    "returned-experts": Patch(
+        "the engine", ("generate",), LIFETIME, "TRL discards the experts that vLLM returns with its completions",
+    ),
     "image-places": Patch(
         "the engine's multimodal processor", ("_maybe_apply_prompt_updates",), LIFETIME,
         "vLLM replaces image tokens of prompts in which they are already complete, and no switch turns that off",

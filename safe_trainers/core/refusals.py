@@ -336,6 +336,27 @@ REFUSALS = index(
         "distribute the adapter and its base separately, `model.save_pretrained(...)`",
     ),
     Finding(
+        "no-routers",
+        "`'@routers'` stands for the routers of a mixture of experts, and none was found: {reason}.",
+        "drop `'@routers'` from `fp32_modules`",
+    ),
+    Finding(
+        "routes-not-reached",
+        "the experts that the sampler chooses cannot be used in scoring and losses: {reason}.",
+        "`router_replay='off'`",
+    ),
+    Finding(
+        "routes-not-recorded",
+        "the experts that were chosen in this rollout are not known, and `router_replay='rollout'` needs them.",
+        "`router_replay='off'`",
+    ),
+    Finding(
+        "routes-do-not-fit",
+        "`router_replay='rollout'` has the experts of {rows} sequences of {length} tokens, and the model got other "
+        "tokens.",
+        "`router_replay='off'`",
+    ),
+    Finding(
         "share-out-of-range",
         "the value must be a fraction from 0 to 1.",
         "`{field}={recommended}`",

@@ -24,7 +24,7 @@ class Metric:
 
     Attributes:
         name: Its name without `precision/`.
-        section: The group: `"mismatch"`, `"optimizer"` or `"rollout"`.
+        section: The group: `"mismatch"`, `"optimizer"`, `"experts"` or `"rollout"`.
         formula: Its definition.
         unit: Its unit.
         normal: Its normal values.

@@ -18,6 +18,7 @@ ADAPTER_SYNC = MERGED, NATIVE = ("merged", "native")
 ADAPTER_DTYPES = (AUTO, FLOAT32, BFLOAT16)
 LOG, FULL, FILE, OFF = REPORT_MODES = ("log", "full", "file", "off")
 MEDIA_SHARING = IDENTICAL, ALWAYS, _ = ("identical", "always", OFF)
+ROUTER_REPLAY = _, ROLLOUT = (OFF, "rollout")
 
 LARGEST_SCALE = 2.0**126
 """The largest loss scale whose reciprocal, by which gradients are multiplied, is a normal float32 number."""
@@ -110,6 +111,7 @@ ACCEPTED: Mapping[str, Accepts] = {
     "old_logps": Accepts(OLD_LOGPS, "unknown-choice"),
     "adapter_sync": Accepts(ADAPTER_SYNC, "unknown-choice"),
     "share_media_features": Accepts(MEDIA_SHARING, "unknown-choice"),
+    "router_replay": Accepts(ROUTER_REPLAY, "unknown-choice"),
     "precision_report": Accepts(REPORT_MODES, "unknown-choice"),
 }
 """The accepted values of each setting. `resolve` checks dtypes, and settings that depend on the device."""
@@ -130,7 +132,7 @@ class PrecisionSettings:
         upcast_trainables: Whether half-precision trainable weights are cast to float32 if the loss is scaled; `False`
             refuses them.
         fp32_modules: Patterns of names of modules that compute in float32 in a half-precision run
-            (`"vision_tower"`, `"*.layers.3.mlp"`).
+            (`"vision_tower"`, `"*.layers.3.mlp"`); `"@routers"` stands for the routers of a mixture of experts.
         loss_scale_init: Initial loss scale for fp16.
         loss_scale_growth_interval: Steps without an overflow after which the scale grows. PyTorch's default, 2000, is
             longer than many RL runs.
@@ -158,6 +160,8 @@ class PrecisionSettings:
         share_media_features: Whether a tower runs once for all equal images of a batch, while no gradient flows into
             it: `"identical"` if the features are bit-identical, which is measured for each shape of a batch;
             `"always"`; or `"off"`.
+        router_replay: `"rollout"` makes the routers of a mixture of experts choose the experts of the rollout again in
+            scoring and losses; the weights of the experts are computed from the live router. `"off"` lets them choose.
         precision_metrics: Whether `precision/...` metrics are logged with TRL's metrics.
         precision_report: `"log"` writes the precision report as `precision_report.json` into `output_dir` after the
             first optimizer step, and prints a summary of at most 25 lines to standard error; `"full"` prints all of
@@ -229,6 +233,10 @@ class PrecisionSettings:
     share_media_features: str = field(
         default=IDENTICAL,
         metadata={"help": "Whether towers run once for equal images: identical (if bit-identical), always or off."},
+    )
+    router_replay: str = field(
+        default=OFF,
+        metadata={"help": "Which experts scoring and losses use: those of the `rollout`, or `off`: the router's own."},
     )
     precision_metrics: bool = field(default=True, metadata={"help": "Whether precision/... metrics are logged."})
     precision_report: str = field(

@@ -16,6 +16,7 @@ from ..core.coverage import COVERED, UNCOVERED
 from ..core.dtypes import BFLOAT16, FLOAT32, KBIT, SHORT, from_torch, join_dtypes
 from ..core.errors import Fix, Problem, warn
 from ..core.feature import Run
+from ..experts.routes import ExpertRoutes
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
 from ..model.inventory import BUFFERS, HEAD, CountContext, Group, count_groups
@@ -37,6 +38,7 @@ FILE = "precision_report.json"
 PLANNED, CONFIRMED = "planned", "confirmed"
 
 GROUPS, CHANGES, POLICY, COVERAGE = "module groups", "changed from stock", "policy", "coverage"
+ROUTERS = "routers"
 """Titles of the tables."""
 COLUMNS = (
     "part", "parameters", "trainable", "compute", "gradient", "optimizer state", "elements", "bytes",
@@ -207,9 +209,24 @@ def make_report(run: Run, groups: tuple[Group, ...], planned: tuple[Group, ...] 
                     for c in contract.coverage
                 ),
             ),
+            *_routers(run),
         ),
         tuple(_verdicts(run, groups, planned)),
     )
+
+
+def _routers(run: Run) -> Iterator[Table]:
+    """Yields the table of the routers of a mixture of experts, with what the first compared pass has shown."""
+    routes = next((feature for feature in run.features if isinstance(feature, ExpertRoutes)), None)
+    if routes is None or not routes.routers.found:
+        return
+    rows: list[tuple[Cell, ...]] = []
+    for number, router in enumerate(routes.routers.found):
+        near, tokens = routes.ties.get(number, (0, 0))
+        differed = f"{routes.differed[number]:.2%}" if routes.differed else None
+        ties = f"{near / tokens:.2%}" if tokens else None
+        rows.append((router.name, router.compute, f"{router.chosen} of {router.experts}", ties, differed))
+    yield Table(ROUTERS, ("router", "compute", "experts", "near ties", "not as in the rollout"), tuple(rows))
 
 
 def summarize(report: Report) -> Report:

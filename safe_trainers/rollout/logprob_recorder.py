@@ -12,13 +12,14 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
+
+from ..core.turns import match_rows
 
 
 SAMPLER_KEY = "precision_sampler_logps"
@@ -212,18 +213,8 @@ def align(turns: Sequence[Turn], completion_ids: torch.Tensor) -> torch.Tensor |
 
 def _add_later_turns(logps: torch.Tensor, turns: Sequence[Turn], completion_ids: torch.Tensor) -> None:
     completions = completion_ids.tolist()
-    prompts = [list(prompt) for prompt in turns[0].prompts]
-    sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     for turn in turns[1:]:
-        sampled, last = turn.tokens.tolist(), -1
-        for row, (prompt, length) in enumerate(zip(turn.prompts, turn.lengths, strict=True)):
-            prefix = list(prompt)
-            matching = (i for i in range(last + 1, len(sequences)) if sequences[i][: len(prefix)] == prefix)
-            index = next(matching, None)
-            if index is None:
-                continue
-            last, start = index, len(prefix) - len(prompts[index])
-            # TRL may have truncated the row to the maximum completion length.
-            pairs = zip(sampled[row][:length], completions[index][start:], strict=False)
-            kept = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            logps[index, start : start + kept] = turn.logps[row, :kept]
+        sampled = [row[:length] for row, length in zip(turn.tokens.tolist(), turn.lengths, strict=True)]
+        for match in match_rows(turns[0].prompts, completions, turn.prompts, sampled):
+            end = match.start + match.kept
+            logps[match.index, match.start : end] = turn.logps[match.row, : match.kept]

@@ -27,6 +27,7 @@ from torch import nn
 from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..core.feature import Feature, Run
 from ..core.trl import BUFFER_METHOD, trl_bases
+from ..experts.routes import ExpertRoutes
 from ..model.parts import unwrap
 from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
@@ -310,6 +311,9 @@ class MismatchMeter(Feature):
         shift = None if self._truncation is None else self._truncation.shift
         if shift is not None:  # the sampler's log-probabilities are renormalised over the tokens that it keeps
             trainer = trainer + shift
+        for feature in self.run.features:
+            if isinstance(feature, ExpertRoutes):
+                feature.count(trainer - sampler, sampled_mask(batch))
         mode = self.run.mode
         waiting = self._waiting.setdefault(mode, [])
         waiting.append((trainer.detach(), sampler.detach(), sampled_mask(batch)))

@@ -25,6 +25,7 @@ from ..core.feature import Feature, Run
 from ..core.phase_clock import OPTIMIZER
 from ..core.trl import trl_bases
 from ..diff.feature import RunRecorder
+from ..experts.routes import ExpertRoutes
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
 from ..numerics.finite_watch import FiniteWatch
@@ -85,6 +86,7 @@ class PrecisionMixin(ExactCheckpoints):
         NotFinite,
         FiniteWatch,
         StepMonitor,
+        ExpertRoutes,
         RunRecorder,
     )
     _side = "above"

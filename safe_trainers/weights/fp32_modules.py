@@ -17,11 +17,14 @@ from ..core.dtypes import FLOAT32, HALVES, from_torch
 from ..core.errors import PrecisionError, hint, nearest, refuse
 from ..core.patches import replace
 from ..model.parts import elements_of, find_parts, is_quantized, unwrap
+from ..model.routers import find_routers
 from . import bitsandbytes as quantization
 from .cast import ParameterCast
 
 
 _MARK = "_safe_trainers_fp32"
+ROUTERS = "@routers"
+"""The pattern that stands for the routers of a mixture of experts, whatever their names are."""
 
 
 def find_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
@@ -30,7 +33,7 @@ def find_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Modu
     Args:
         model: A transformers model, possibly wrapped by PEFT.
         patterns: Qualified names (`"model.vision_tower"`) or the ends of such names (`"vision_tower"`), optionally
-            with the wildcards of `fnmatch` (`"layers.[0-3].mlp"`).
+            with the wildcards of `fnmatch` (`"layers.[0-3].mlp"`), or `ROUTERS`.
 
     Returns:
         The outermost matching modules by their names in the base model, and modules that share weights with them (a
@@ -47,8 +50,13 @@ def find_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Modu
     found: dict[str, nn.Module] = {}
     problems = []
     for pattern in patterns:
-        matches = [name for name in modules if name and _matches(name, pattern)]
-        if not matches:
+        if pattern == ROUTERS:
+            matches, reason = _routers(base)
+            if not matches:
+                problems.append(refuse("no-routers", f"fp32_modules={list(patterns)!r}", reason=reason))
+        else:
+            matches = [name for name in modules if name and _matches(name, pattern)]
+        if not matches and pattern != ROUTERS:
             near = nearest(pattern.split(".")[-1], {name.split(".")[-1] for name in modules if name})
             problems.append(
                 refuse(
@@ -180,6 +188,17 @@ def _heads(base: nn.Module) -> list[nn.Module]:
     parts = find_parts(base)
     inside = {id(module) for module in (parts.text, *parts.containers, *parts.towers.values())}
     return [child for child in base.children() if id(child) not in inside] if parts.containers else []
+
+
+def _routers(base: nn.Module) -> tuple[list[str], str]:
+    """Returns the names of the modules with the weights of routers, and why there are none."""
+    reason = ""
+    for autocast in (None, torch.bfloat16):  # a model with weights of two dtypes may need autocast
+        routers = find_routers(base, autocast)
+        if routers.found:
+            return [router.scorer for router in routers.found], ""
+        reason = reason or routers.why
+    return [], reason or "no module of the model chooses experts with `torch.topk`"
 
 
 def _matches(name: str, pattern: str) -> bool:

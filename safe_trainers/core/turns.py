@@ -1,0 +1,57 @@
+"""Matches the turns of a rollout, which continue some of its sequences after tool calls, to the sequences."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Match:
+    """A row of a turn, and the sequence that it belongs to.
+
+    Attributes:
+        row: The row of the turn.
+        index: The sequence.
+        start: Where the row's tokens begin in the completion.
+        kept: How many of them the completion has.
+    """
+
+    row: int
+    index: int
+    start: int
+    kept: int
+
+
+def match_rows(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    turn_prompts: Sequence[Sequence[int]],
+    sampled: Sequence[Sequence[int]],
+) -> Iterator[Match]:
+    """Matches each row of a later turn to the first sequence that begins with its prompt, after the last match.
+
+    Args:
+        prompts: Token ids of each sequence's prompt.
+        completions: Token ids of each completion, including results of tools; padding after the end does not matter.
+        turn_prompts: Token ids of the prompt of each row of the turn.
+        sampled: Token ids that the turn sampled for each row.
+
+    Yields:
+        The matches; no match for rows that continue no sequence.
+    """
+    sequences = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    last = -1
+    for row, (prompt, tokens) in enumerate(zip(turn_prompts, sampled, strict=True)):
+        prefix = list(prompt)
+        matching = (i for i in range(last + 1, len(sequences)) if sequences[i][: len(prefix)] == prefix)
+        index = next(matching, None)
+        if index is None:
+            continue
+        last, start = index, len(prefix) - len(prompts[index])
+        # TRL may have truncated the row to the maximum completion length.
+        pairs = zip(tokens, completions[index][start:], strict=False)
+        kept = 0
+        for own, other in pairs:
+            if own != other:
+                break
+            kept += 1
+        yield Match(row, index, start, kept)

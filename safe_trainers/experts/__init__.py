@@ -1,0 +1,1 @@
+"""Mixtures of experts: what a router chose in a rollout, and in the trainer."""
