@@ -9,8 +9,8 @@ from fragments import results
 
 Row = dict[str, Any]
 NAMES = {"bf16": "bfloat16", "fp16": "float16"}
-WINDOW = 10
-"""Last steps of a run that its mean reward is of."""
+WINDOW = 4
+"""Last rollouts of a run that its mean reward is of."""
 
 INTRODUCTION = """# Mixture of experts
 
@@ -155,10 +155,10 @@ def _curves(rows: list[Row]) -> list[str]:
         "## GRPO on a byte model",
         "",
         *_filled(
-            f"The model of the first row, trained with GRPO for {steps} steps to write small letters, from the same "
-            "weights with three seeds. A window has two batches and two iterations over each. Each value is the mean "
-            f"over the seeds, with the smallest and the largest; the reward is that of the last {WINDOW} logged "
-            "steps, and the mismatch that of all."
+            f"A smaller model of the first family, trained with GRPO on {steps} rollouts to write small letters, from "
+            "the same weights with three seeds. A window has two batches and two iterations over each. Each value is the mean "
+            f"over the seeds, with the smallest and the largest; the reward is that of the last {WINDOW} "
+            "rollouts, and the mismatch that of all."
         ),
         "",
         "| dtype | replay | reward | mean mismatch | largest mismatch | tokens with a flip |",

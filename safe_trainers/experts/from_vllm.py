@@ -60,7 +60,7 @@ def _has_runner() -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """Returns the number of the layer that a module is in; `None` if its name has no number."""
+    """Returns the number of the layer that a module is in; `None` for a name without one."""
     found = re.search(r"\.(\d+)\.", name)
     return None if found is None else int(found[1])
 
