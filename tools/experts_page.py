@@ -156,8 +156,8 @@ def _curves(rows: list[Row]) -> list[str]:
         "",
         *_filled(
             f"A smaller model of the first family, trained with GRPO on {steps} rollouts to write small letters, from "
-            "the same weights with three seeds. A window has two batches and two iterations over each. Each value is the mean "
-            f"over the seeds, with the smallest and the largest; the reward is that of the last {WINDOW} "
+            "the same weights with three seeds. A window has two batches and two iterations over each. Each value is "
+            f"the mean over the seeds, with the smallest and the largest; the reward is that of the last {WINDOW} "
             "rollouts, and the mismatch that of all."
         ),
         "",
