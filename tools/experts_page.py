@@ -157,8 +157,8 @@ def _curves(rows: list[Row]) -> list[str]:
         *_filled(
             f"A smaller model of the first family, trained with GRPO on {steps} rollouts to write small letters, from "
             "the same weights with three seeds. A window has two batches and two iterations over each. Each value is "
-            f"the mean over the seeds, with the smallest and the largest; the reward is that of the last {WINDOW} "
-            "rollouts, and the mismatch that of all."
+            "the mean over the seeds, with the smallest and the largest; the reward is that of the last "
+            f"{WINDOW} rollouts, and the mismatch that of all."
         ),
         "",
         "| dtype | replay | reward | mean mismatch | largest mismatch | tokens with a flip |",
@@ -210,7 +210,8 @@ def _cost(cost: Row) -> list[str]:
         f"CPU time of a step of GRPO with the same model in float32, {cost['pairs']} times in turn: with replay "
         f"{cost['ratio']:.3f} times that without it (from {cost['ratios'][0]:.3f} to {cost['ratios'][-1]:.3f}), and "
         f"without replay {cost['seen']:.3f} times that of `precision_metrics=False`. The record takes "
-        f"{cost['bytes_per_token']} bytes for each token. A model without experts is not run at construction."
+        f"{cost['bytes_per_token']} bytes for each token. The model is so small that most of a step is Python. A "
+        "model without experts is not run at construction."
     )
     return ["## Cost", "", *_filled(text), ""]
 

@@ -217,7 +217,7 @@ def test_the_record_goes_with_its_tokens_through_a_generation_window(algorithm, 
     assert all(seen > 100 and flips == 0 for seen, flips in losses)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradient_checkpointing_computes_the_same_gradients(reentrant, tmp_path):
     norms = []
     for checkpointing in (False, True):
@@ -230,7 +230,7 @@ def test_gradient_checkpointing_computes_the_same_gradients(reentrant, tmp_path)
     assert norms[0] == pytest.approx(norms[1], rel=1e-2 if reentrant else 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["attention", "experts"])
+@pytest.mark.parametrize("kind", [pytest.param("attention", marks=pytest.mark.slow), "experts"])
 def test_adapters_on_attention_and_on_experts(kind, tmp_path):
     lora = {
         "attention": {"target_modules": ["q_proj", "v_proj"]},
@@ -274,7 +274,7 @@ def test_a_base_in_4_bit(tmp_path):
     assert counts["rollout"] == 0
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_reference_chooses_its_own_experts(adapters, tmp_path, monkeypatch):
     """What the reference computes is what it computes without replay."""
     peft = LoraConfig(r=4, target_modules=["q_proj"]) if adapters else None
