@@ -153,7 +153,7 @@ class Feature:
         return call()
 
     def on_loss_inputs(self, inputs: Any) -> Any:
-        """Changes the inputs of a loss, in training and in evaluation.
+        """Changes the inputs of a loss, in training and in evaluation. `Run.loss_inputs` has the result.
 
         Args:
             inputs: The slice of the batch, usually a mapping; must not be modified.
@@ -251,6 +251,7 @@ class Run:
         media_trial: The result of the trial with a sample image or sound; `None` if the run needs none.
         model_is_live: Whether the user passed a model, not the name of one.
         clock: Measures the phases of a step; `None` unless the run is profiled.
+        loss_inputs: The inputs of the loss that is being computed, by name; empty outside of losses.
     """
 
     args: Any
@@ -275,6 +276,7 @@ class Run:
         self.model_is_live = False
         self.media_trial: Any = None
         self.clock: PhaseClock | None = None
+        self.loss_inputs: Mapping[str, Any] = {}
         self._model: Any = None
         self._by_hook: dict[str, tuple[Feature, ...]] = {}
         self._warned: set[str] = set()

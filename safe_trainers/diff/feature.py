@@ -1,6 +1,6 @@
 """Records the steps in `record_steps`, for `safe-trainers diff`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,10 @@ class RunRecorder(Feature):
         finally:
             self._writer.recorder.sampling = False
 
-    def on_loss_inputs(self, inputs: Any) -> Any:
-        """Records the inputs of a loss."""
-        if self._writer is not None and isinstance(inputs, Mapping):
-            self._writer.recorder.add(storage.LOSS, storage.PRE, LOSS_NAME, inputs)
-        return inputs
-
     def around_loss(self, call: Callable[[], Any]) -> Any:
-        """Records a loss."""
+        """Records a loss and its inputs."""
+        if self._writer is not None and self.run.loss_inputs:
+            self._writer.recorder.add(storage.LOSS, storage.PRE, LOSS_NAME, self.run.loss_inputs)
         result = call()
         if self._writer is not None:
             loss = result[0] if isinstance(result, tuple) else result

@@ -76,7 +76,6 @@ class ExpertRoutes(Feature):
         self._engine: from_vllm.EngineRoutes | None = None
         self._prompts: Any = ()
         self._scored: Mapping[str, Any] = {}  # the arguments of the next scoring
-        self._slice: Mapping[str, Any] = {}  # the slice of the batch whose loss is computed
         self._turns: list[RoutedTurn] | None = None  # the turns of the batch that is made
         self._in_loss = False
         self._pass: Follower | None = None  # the last pass that was compared
@@ -237,14 +236,9 @@ class ExpertRoutes(Feature):
         self._keep(follower)
         return result
 
-    def on_loss_inputs(self, inputs: Any) -> Any:
-        """Keeps the slice of the batch."""
-        self._slice = inputs if isinstance(inputs, Mapping) else {}
-        return inputs
-
     def around_loss(self, call: Callable[[], Any]) -> Any:
         """Computes a loss, and compares or replays the choices, in its backward pass too."""
-        record = self._slice.get(ROUTES_KEY)  # kept, because an outer feature may run the loss again
+        record = self.run.loss_inputs.get(ROUTES_KEY)
         if record is None or self._tape is None:
             return call()
         follower = self._follower(record)
@@ -261,7 +255,6 @@ class ExpertRoutes(Feature):
 
     def before_step(self) -> None:
         """Ends the last backward pass."""
-        self._slice = {}
         if self._tape is not None:
             self._tape.follow(None)
 

@@ -64,7 +64,6 @@ class NotFinite(Feature):
         self.cause: Cause | None = None
         self.gradients: GradientReport | None = None
         self._training = False
-        self._inputs: Mapping[str, Any] = {}
         self._watch: GradientWatch | None = None
         self._watched: LossCall | None = None
         self._watched_at: int | None = None
@@ -87,21 +86,15 @@ class NotFinite(Feature):
 
     # ---- Around a step ----
 
-    def on_loss_inputs(self, inputs: Any) -> Any:
-        """Keeps a reference to the inputs of the next loss."""
-        self._inputs = inputs if isinstance(inputs, Mapping) else {}
-        return inputs
-
     def around_loss(self, call: Callable[[], Any]) -> Any:
         """Computes a loss, and keeps what is needed to compute it again."""
-        inputs, self._inputs = self._inputs, {}
         if not (self._training and torch.is_grad_enabled()):
             return call()
         if self._replay.calls or not self._watch_due():
-            return self._replay.computed(call, inputs)
+            return self._replay.computed(call)
         self._watch = GradientWatch(self.run.model)
         with self._watch.attached():
-            result = self._replay.computed(call, inputs)
+            result = self._replay.computed(call)
         self._watched = self._replay.calls[-1] if self._replay.calls else None
         return result
 

@@ -83,17 +83,16 @@ class Replay:
         # An optimizer that runs in the backward pass, such as LOMO.
         return not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in run.model.parameters())
 
-    def computed(self, compute: Callable[[], Any], inputs: Mapping[str, Any]) -> Any:
+    def computed(self, compute: Callable[[], Any]) -> Any:
         """Computes a loss and keeps what is needed to compute it again.
 
         Args:
             compute: Computes the loss.
-            inputs: Its inputs by name.
 
         Returns:
             What `compute` returns.
         """
-        call = LossCall(compute, inputs, _random_state(self.run.accelerator.device))
+        call = LossCall(compute, self.run.loss_inputs, _random_state(self.run.accelerator.device))
         result = compute()
         loss = loss_of(result)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
@@ -128,6 +127,7 @@ class Replay:
         run = self.run
         if call.seed is None:
             return None
+        outer, run.loss_inputs = run.loss_inputs, call.inputs
         try:
             with contextlib.ExitStack() as stack:
                 for context in (
@@ -150,6 +150,8 @@ class Replay:
         except Exception as error:  # no memory for a second pass, or a loss that fails when it is computed again
             logger.info("a loss could not be computed again: %s: %s", type(error).__name__, error)
             return None
+        finally:
+            run.loss_inputs = outer
 
 
 def loss_of(result: Any) -> Any:

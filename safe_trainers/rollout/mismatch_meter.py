@@ -74,7 +74,6 @@ class MismatchMeter(Feature):
         self._turn: Turn | None = None  # the turn that is being generated
         self._forwards: list[torch.Tensor] | None = None  # log-probabilities of forward passes to measure, each (B, C)
         self._prompts: Any = ()  # token ids of the prompts of the next turn
-        self._slice: Mapping[str, Any] = {}  # the slice of the batch whose loss is computed
         self._has_rollouts = any(BUFFER_METHOD in vars(base) for base in trl_bases(type(run.trainer)))
         self._limits = limits_of(run.args)
         self._in_batch = False  # whether a rollout batch is being made
@@ -171,14 +170,9 @@ class MismatchMeter(Feature):
             self._forwards.append(logps.detach())
         return result
 
-    def on_loss_inputs(self, inputs: Any) -> Any:
-        """Keeps the slice of the batch."""
-        self._slice = inputs if isinstance(inputs, Mapping) else {}
-        return inputs
-
     def around_loss(self, call: Callable[[], Any]) -> Any:
         """Computes a loss, and measures its slice of the batch unless `around_batch` has measured it."""
-        batch, self._slice = self._slice, {}
+        batch = self.run.loss_inputs
         sampler = batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
         scored = any(key in batch for key in OLD_KEYS)
         if (sampler is None and not scored) or not _has_completions(batch) or not self._measures():

@@ -9,7 +9,7 @@ run. `PrecisionBase` (base.py) receives the calls that TRL makes through `super(
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -206,8 +206,12 @@ class PrecisionMixin(ExactCheckpoints):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes the loss, inside the features' `around_loss`."""
         inputs = self._run.through("on_loss_inputs", inputs)
+        self._run.loss_inputs = inputs if isinstance(inputs, Mapping) else {}
         method = super().compute_loss  # type: ignore[misc]
-        return self._run.around("around_loss", partial(method, model, inputs, *args, **kwargs))
+        try:
+            return self._run.around("around_loss", partial(method, model, inputs, *args, **kwargs))
+        finally:
+            self._run.loss_inputs = {}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates, inside the features' `around_evaluation`."""
