@@ -21,6 +21,7 @@ def section() -> str:
         f"{len(faults)} faults were planted into one of two runs of two steps, with text models, vision-language",
         f"models, LoRA, SFT, GRPO and DPO: module and cause are right for {sum(right.values())}.",
         f"Of {len(clean)} pairs without a fault, {equal} have no difference beyond noise.",
+        "The comparison was developed on these faults.",
         f"Another {len(held_out)} faults were written when the comparison was finished, and run once: right for",
         f"{sum(row['right'] for row in held_out)}.",
         "",
