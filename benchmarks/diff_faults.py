@@ -4,8 +4,8 @@
     python benchmarks/diff_faults.py NAME ...    # these faults only, and nothing is written
 
 Each fault is planted into one of two runs of two steps that are otherwise equal. The module and the cause that it must
-be given are written next to it. The comparison was developed on the faults of `FAULTS`, of which some were changed when
-they had no effect, and two expectations when the first answer was right; those of `HELD_OUT` were written afterwards.
+be given are written next to it. The comparison was developed on the faults of `FAULTS`: some were changed when they
+had no effect, and two expectations when the first answer was right. Those of `HELD_OUT` were written afterwards.
 """
 
 import argparse

@@ -22,7 +22,9 @@ token jumps.
 ## What to write
 
 ```python
-SafeGRPOConfig("runs/experts", precision="fp16", router_replay="rollout")
+from safe_trainers import SafeGRPOConfig
+
+args = SafeGRPOConfig("runs/experts", precision="fp16", router_replay="rollout")
 ```
 
 With `router_replay="rollout"` the experts that `generate` chose, or a colocated vLLM, are chosen again in

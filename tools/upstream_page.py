@@ -40,7 +40,7 @@ def upstream_page() -> str:
         "When one prints `FIXED`, the named files can become simpler.",
         "",
         "```bash",
-        "python upstream/run.py                                      # in the environment of `make setup`",
+        "make upstream",
         "```",
         "",
         "| script | result | number | what the number is |",

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..core.dtypes import FLOAT16, from_torch, join_dtypes
-from ..model.parts import adapter_layers
 from .activations import floating, modules_of
 
 
@@ -75,13 +75,13 @@ class GradientReport:
         return max((g.underflow for g in self.gradients if g.underflow is not None), default=None)
 
     def suspects(self, adapters: frozenset[str]) -> bool:
-        """Whether zeros among the gradients may be due to underflow.
+        """Whether zeros among the float16 gradients may be due to underflow.
 
         Args:
             adapters: Modules that do not count: the second factor of a new LoRA adapter is 0, and so is the gradient
                 of the first.
         """
-        counted = [g for g in self.gradients if g.module not in adapters]
+        counted = [g for g in self.gradients if FLOAT16 in g.dtypes and g.module not in adapters]
         return any(g.zeros == g.elements or g.scattered_zeros > SUSPECT * g.elements for g in counted)
 
     def compared(self, reference: "GradientReport") -> "GradientReport":
@@ -193,5 +193,7 @@ def names_of_adapters(model: nn.Module) -> frozenset[str]:
         model: The model, wrapped or not.
     """
     modules = modules_of(model)
-    added = {id(part) for module in modules.values() for layer in adapter_layers(module) for part in layer.modules()}
+    layers = (module for module in modules.values() if isinstance(module, BaseTunerLayer))
+    beside = (child for layer in layers for name, child in layer.named_children() if name != "base_layer")
+    added = {id(part) for child in beside for part in child.modules()}
     return frozenset(name for name, module in modules.items() if id(module) in added)

@@ -49,7 +49,7 @@ def test_every_metric_that_the_package_logs_is_described():
     source = "\n".join(
         (ROOT / "safe_trainers" / f"{module}.py").read_text()
         for module in ("numerics/step_monitor", "numerics/update_sample", "numerics/not_finite", "rollout/mismatch",
-                       "rollout/weight_sync", "rollout/mismatch_meter")
+                       "rollout/weight_sync", "rollout/mismatch_meter", "experts/routes")
     )  # fmt: skip
     logged = {name.removeprefix("precision/") for run in RUNS for name in run["metrics"]}
     known = {name for metric in metrics().values() for name in (metric.names or (metric.name,))}

@@ -547,13 +547,15 @@ def test_what_the_code_between_two_modules_computes_is_placed_there():
 
 
 def test_gradients_of_all_calls_of_a_module_are_added_up():
-    layer = nn.Linear(2, 2, bias=False)
+    layer = nn.Linear(2, 2, bias=False, dtype=torch.float16)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(2))
     model = nn.Sequential(layer)
     watch = GradientWatch(model)
     with watch.attached():
-        loss = (model(torch.ones(1, 2)) * torch.tensor([3.0, 0.0])).sum() + model(torch.ones(1, 2)).sum() * 0
+        loss = (
+            model(torch.ones(1, 2, dtype=torch.float16)) * torch.tensor([3.0, 0.0], dtype=torch.float16)
+        ).sum() + model(torch.ones(1, 2, dtype=torch.float16)).sum() * 0
     loss.backward()
     report = watch.finish(7, 2.0)
     (found,) = [g for g in report.gradients if g.module == "0"]
