@@ -34,8 +34,9 @@ PYTHON = [page for page in ALL if re.search(r"^```python\n", page.read_text(), r
 PROGRAMS = ("safe-trainers", "make", "pip", ".")
 SHORT = [
     *("--max_steps", "1", "--warm_up_steps", "1", "--dataset_size", "64", "--evaluation_size", "8"),
-    *("--per_device_train_batch_size", "8", "--logging_steps", "1", "--progress", "false", "--output_dir", "short"),
+    *("--per_device_train_batch_size", "8", "--logging_steps", "1", "--progress", "false"),
 ]
+FOLDER = ["--output_dir", "short"]
 DRIVER = """
 import contextlib, io, json, os, pathlib, sys, traceback
 from accelerate.state import AcceleratorState
@@ -129,7 +130,10 @@ def ran(wheel, tmp_path_factory):
     work = [("python", name_of(page), [block[:2] for block in blocks_of(page)]) for page in PYTHON]
     for page in SHELL:
         lines = [shlex.split(line)[1:] for line in runnable(page) if line.startswith("safe-trainers ")]
-        short = [[*line, *SHORT] if COMMANDS[line[0]].takes_recipe_keys else line for line in lines]
+        short = [
+            [*line, *SHORT, *(() if FOLDER[0] in line else FOLDER)] if COMMANDS[line[0]].takes_recipe_keys else line
+            for line in lines
+        ]
         work.append(("console", name_of(page), short))
     (folder / "work.json").write_text(json.dumps(work))
     environment = {**os.environ, "PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
