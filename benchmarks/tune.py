@@ -41,7 +41,7 @@ from safe_trainers.tuning.groups import extra_bytes, find_groups, head_name, lay
 from safe_trainers.tuning.measure import Bench, batches_of, measured
 from safe_trainers.tuning.search import NOTHING, Goal, outermost
 from safe_trainers.tuning.store import Store
-from safe_trainers.tuning.tune import Plan, forget_precision, tune_trainer
+from safe_trainers.tuning.tune import SELECTION, Plan, forget_precision, tune_trainer
 from safe_trainers.weights.fp32_modules import find_modules
 
 
@@ -53,14 +53,16 @@ LAYERS = 4
 EXAMPLE = "safe-trainers tune tiny:llava --precision bf16 --sequences 16 --max_tokens 12 --max_bytes 40K"
 AS_THEY_ARE = ("gemma4",)
 """Families whose layers are not alike, so that they keep the two that they have."""
-ROWS, LENGTH = 24, 16
+ROWS, LENGTH = 96, 16
 SEED = 4321
 LIMIT = 1200.0
 """Time limit of a search in seconds, for a machine that is shared; the results have the CPU time."""
 ALL_PRECISIONS = (BYTE, "text", "llava", "gemma2", "qwen2_vl")
 """Models that are searched in all precisions; the others in bfloat16, which takes a third of the time."""
-RUN_STEPS = 12
-"""Steps of the run into which the lines are pasted."""
+ROUNDS = 40
+"""Most rounds of the promise, and steps of the run into which the lines are pasted."""
+UNSEEN = 4
+"""Both sets are compared on this many times the sequences of the search, on prompts of their own."""
 
 
 def deep_model(family: str, layers: int) -> Any:
@@ -98,7 +100,7 @@ class Subject:
 
     def __init__(self, name: str, folder: str, steps: int) -> None:
         self.name, self._folder = name, folder
-        rows = 4 * ROWS
+        rows = (2 + SELECTION + UNSEEN) * ROWS
         if name == BYTE:
             self._model = byte_model(8)
             learn(self._model, steps, width=256)
@@ -179,7 +181,7 @@ def compare(subject: Subject, folder: Path) -> dict[str, Any]:
         }
     forget_precision()
     trainer = subject.build("bf16", measured, precision_metrics=False)
-    bench = Bench(trainer, batches_of(trainer.train_dataset, ROWS, 2 * ROWS, skip=2 * ROWS))
+    bench = Bench(trainer, batches_of(trainer.train_dataset, ROWS, UNSEEN * ROWS, skip=(2 + SELECTION) * ROWS))
     tokens = bench.sample(everything, SEED)
     unseen = {names: bench.measure(names, tokens) for names in {NOTHING, everything, *sets.values(), *chosen.values()}}
     found["plain"], found["everything"] = unseen[NOTHING].to_dict(), unseen[everything].to_dict()
@@ -193,12 +195,12 @@ def promise(subject: Subject, folder: Path) -> dict[str, Any]:
     """Searches over all precisions, pastes the lines into a run, and compares its metric with the promise."""
     begun, cpu = time.perf_counter(), time.process_time()
     precisions = ("bf16", "fp16", "fp32") if subject.name in ALL_PRECISIONS else ("bf16",)
-    plan = Plan(subject.name, sequences=ROWS, rounds=20, time_limit=LIMIT, precisions=precisions)
+    plan = Plan(subject.name, sequences=ROWS, rounds=ROUNDS, time_limit=LIMIT, precisions=precisions)
     made = tune_trainer(lambda p, w: subject.build(p, w, precision_metrics=False), plan, Store(folder / "state.json"))
     wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     forget_precision()
     settings = dict(made.settings)
-    steps = RUN_STEPS
+    steps = ROUNDS
     trainer = subject.build(
         settings.pop("precision"), max_steps=steps, logging_steps=steps, learning_rate=0.0, seed=7, **settings
     )

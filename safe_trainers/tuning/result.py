@@ -49,6 +49,8 @@ class Tuning:
         before: The chosen set's precision, or the recipe's, without modules in float32, on the same prompts.
         front: The sets of all precisions to which no other is better in bytes and mismatch.
         rules: The sets of fixed rules.
+        finalists: The sets of the chosen precision that were measured again on a larger sample, from which the best
+            one was chosen.
         points: Precision, bytes and mean mismatch of every measured set.
         contributions: For each group of the chosen precision its bytes, and the mean mismatch with only this group in
             half precision and with only this group in float32.
@@ -69,6 +71,7 @@ class Tuning:
     before: Candidate
     front: tuple[Candidate, ...]
     rules: tuple[Candidate, ...]
+    finalists: tuple[Candidate, ...] = ()
     points: tuple[tuple[str, int, float], ...] = ()
     contributions: tuple[Mapping[str, Any], ...] = ()
     gradients: Gradients | None = None
@@ -105,6 +108,7 @@ class Tuning:
             "before": self.before.to_dict(),
             "front": [candidate.to_dict() for candidate in self.front],
             "rules": [candidate.to_dict() for candidate in self.rules],
+            "finalists": [candidate.to_dict() for candidate in self.finalists],
             "measured_sets": [dict(zip(("precision", "bytes", "mean"), point, strict=True)) for point in self.points],
             "contributions": [dict(row) for row in self.contributions],
             "gradients": None if self.gradients is None else self.gradients.to_dict(),
@@ -129,6 +133,15 @@ class Tuning:
         rows = tuple(_row(candidate) for candidate in (*self.front, *self.rules))
         head = ("precision", "fp32_modules", "more bytes", "time", "mean mismatch", "chosen by")
         tables = [Table("Bytes, time and mismatch", head, rows)]
+        if self.finalists:
+            ordered = sorted(self.finalists, key=lambda candidate: candidate.figures.mean)
+            tables.append(
+                Table(
+                    f"Finalists, measured again on {self.finalists[0].figures.tokens:,} tokens",
+                    ("fp32_modules", "more bytes", "mean mismatch", "+-", "chosen by"),
+                    tuple(_final(candidate) for candidate in ordered),
+                )
+            )
         if self.contributions:
             tables.append(
                 Table(
@@ -145,6 +158,12 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     mean = f"{candidate.figures.mean:.2e}" if candidate.figures.finite else "not finite"
     time = f"{candidate.figures.seconds:.2f} s"
     return candidate.precision, names, f"{candidate.nbytes:,}", time, mean, candidate.chosen_by
+
+
+def _final(candidate: Candidate) -> tuple[str, ...]:
+    names, figures = ", ".join(candidate.fp32_modules) or "none", candidate.figures
+    shown = (f"{figures.mean:.2e}", f"{2 * figures.error:.0e}") if figures.finite else ("not finite", "")
+    return names, f"{candidate.nbytes:,}", *shown, candidate.chosen_by
 
 
 def _text(value: Any) -> str:

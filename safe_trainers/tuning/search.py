@@ -6,8 +6,8 @@ are then grown greedily, and each step is decided by measurements. At the end, m
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from .figures import Figures
 from .groups import Group
@@ -141,19 +141,49 @@ class Search:
         except OutOfTimeError:
             return
 
-    def best(self) -> Modules | None:
+    def best(self, measured: Mapping[Modules, Figures] | None = None) -> Modules | None:
         """Returns the smallest set that meets the goal, or else the set with the smallest mismatch within the budget.
+
+        Args:
+            measured: The sets to choose from, with the figures to judge them by; by default those of the search.
 
         Returns:
             The set; `None` if no set is within the budget, or nothing was measured.
         """
-        fitting = [names for names in self.found if self._fits(names)]
-        meeting = [names for names in fitting if self.goal.is_met(self.found[names])]
+        measured = self.found if measured is None else measured
+        fitting = [names for names in measured if self._fits(names)]
+        meeting = [names for names in fitting if self.goal.is_met(measured[names])]
         if meeting:
-            return min(meeting, key=lambda names: (self.size(names), self.found[names].mean))
-        limit = min((self.found[names].mean for names in fitting), default=0.0) * TOLERANCE
-        least = [names for names in fitting if self.found[names].mean <= limit]
+            return min(meeting, key=lambda names: (self.size(names), measured[names].mean))
+        limit = min((measured[names].mean for names in fitting), default=0.0) * TOLERANCE
+        least = [names for names in fitting if measured[names].mean <= limit]
         return min(least, key=self.size, default=None)
+
+    def finalists(self, count: int) -> list[Modules]:
+        """Returns the sets that may be the best one, since the measurements of the search are inexact.
+
+        Args:
+            count: Number of sets by each order.
+
+        Returns:
+            The best set first. With a target, the smallest sets that meet it, and the smallest that miss it by no more
+            than two standard errors; without one, the sets with the smallest mismatch. The rules that qualify are
+            always among them.
+        """
+        fitting = [names for names in self.found if self._fits(names) and self.found[names].finite]
+        if self.goal.has_target:
+            near = [n for n in fitting if self.goal.is_met(_less(self.found[n]))]
+            near.sort(key=lambda names: (self.size(names), self.found[names].mean))
+            met = [self.goal.is_met(self.found[names]) for names in near]
+            orders = [[n for n, is_met in zip(near, met, strict=True) if is_met is wanted] for wanted in (True, False)]
+        else:
+            near = sorted(fitting, key=lambda names: (self.found[names].mean, self.size(names)))
+            orders = [near]
+        best = self.best()
+        chosen = [] if best is None else [best]
+        chosen += [names for order in orders for names in order[:count]]
+        chosen += [rule for rule in map(outermost, self.rules) if rule in near]
+        return list(dict.fromkeys(chosen))
 
     def front(self) -> list[Modules]:
         """Returns the sets to which no other set is better in bytes and mismatch, the smallest first."""
@@ -302,6 +332,11 @@ def outermost(names: Modules) -> Modules:
 def within(names: Iterable[str], others: Modules) -> bool:
     """Whether all modules are among others or inside of them."""
     return all(name in others or any(name.startswith(f"{other}.") for other in others) for name in names)
+
+
+def _less(figures: Figures) -> Figures:
+    """The figures if the mean mismatch was measured too large by two standard errors."""
+    return replace(figures, mean=figures.mean - 2 * figures.error)
 
 
 def _ratio(gain: float, nbytes: int) -> float:

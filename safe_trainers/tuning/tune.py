@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..model.trial_forward import is_dtype_error
 from .figures import NOT_COMPUTED, Figures
 from .gradients import Gradients, check_gradients
 from .groups import extra_bytes, find_groups, head_name, layer_names, shortest_patterns
-from .measure import Bench, batches_of, measured
+from .measure import Bench, Tokens, batches_of, measured
 from .result import Candidate, Tuning, lines_of
 from .search import NOTHING, Goal, Modules, OutOfTimeError, Search, within
 from .store import Store
@@ -37,14 +38,20 @@ MARGIN = 0.9
 """The search aims at this share of the target, because the promise is measured on other prompts."""
 TIGHTENED = 3
 """Number of searches, each with a smaller target, until the target is met on held-out prompts."""
-SEARCH_TIME = 0.8
-"""Share of the time limit for the search; the rest is for the promise."""
+SEARCH_TIME = 0.6
+"""Share of the time limit for the search."""
+SELECTION_TIME = 0.8
+"""Share of the time limit until the end of the selection; the rest is for the promise."""
+FINALISTS = 5
+"""Number of sets that are measured again before one is chosen, beside the fixed rules."""
+SELECTION = 4
+"""The finalists are measured on this many times the sequences of the search."""
 RELATIVE_ERROR = 0.025
 """The promise is measured until its standard error is this share of it."""
 ABSOLUTE_ERROR = 2e-7
 """A standard error in nats that suffices for any promise: about the rounding of float32."""
-MOST_ROUNDS = 20
-SEED = 11
+MOST_ROUNDS = 60
+SEED, SELECTION_SEED = 11, 500
 REPORTED = 5.0
 """Seconds between two lines of progress."""
 
@@ -88,11 +95,21 @@ class _Outcome:
     sizes: dict[Modules, int] = field(default_factory=dict)
     offset: int = 0  # bytes beyond half precision of a run without a module in float32
     gradients: Gradients | None = None
+    selected: dict[Modules, Figures] = field(default_factory=dict)  # the finalists, on the sample of the selection
 
-    def candidate(self, names: Modules) -> Candidate:
+    @property
+    def best(self) -> Modules | None:
+        """The best set of the selection; without a selection, that of the search."""
+        return self.search.best(self.selected or None)
+
+    def figures(self, names: Modules) -> Figures:
+        """The figures by which a set is judged."""
+        return self.selected.get(names) or self.search.found[names]
+
+    def candidate(self, names: Modules, figures: Figures | None = None) -> Candidate:
         nbytes = self.offset + self.sizes[names]
         chosen_by = self.rules.get(names, "search") if names else "no module"
-        return Candidate(self.precision, self.patterns[names], nbytes, self.search.found[names], chosen_by)
+        return Candidate(self.precision, self.patterns[names], nbytes, figures or self.search.found[names], chosen_by)
 
 
 class _Tuner:
@@ -106,14 +123,15 @@ class _Tuner:
         self._outcomes: list[_Outcome] = []
         self._bench: Bench | None = None  # that of the last precision
         self._held_out: list[list[Any]] = []
+        self._fresh: list[list[Any]] = []  # the batches of the selection
         self._last = ""  # the precision of the bench
 
     def run(self) -> Tuning:
         for number, precision in enumerate(self._plan.precisions):
-            deadline = self._plan.time_limit * SEARCH_TIME * (number + 1) / len(self._plan.precisions)
+            share = self._plan.time_limit * (number + 1) / len(self._plan.precisions)
             bench = self._open(precision)
             if bench is not None:
-                self._outcomes.append(self._search(precision, bench, deadline))
+                self._outcomes.append(self._search(precision, bench, share))
         if not self._outcomes:
             raise RecipeError(f"{self._plan.target} cannot be measured. " + " ".join(self._notes))
         target = self._goal.max_mismatch
@@ -155,10 +173,13 @@ class _Tuner:
             raise RecipeError(
                 "the dataset has too few prompts for a search and for held-out prompts. Write: --sequences 4"
             )
+        count = SELECTION * len(batches)
+        unseen = batches_of(trainer.train_dataset, size, count * size, sum(map(len, batches + self._held_out)))
+        self._fresh = list(islice(cycle(unseen or batches), count))
         self._bench, self._last = Bench(trainer, batches), precision
         return self._bench
 
-    def _search(self, precision: str, bench: Bench, deadline: float) -> _Outcome:
+    def _search(self, precision: str, bench: Bench, time_limit: float) -> _Outcome:
         model, store = bench.model, self._store
         groups = [] if precision == "fp32" else find_groups(model)
         rules = {} if precision == "fp32" else _rules(model)
@@ -169,7 +190,7 @@ class _Tuner:
         everything = NOTHING.union(*(group.modules for group in groups))
         if store.tokens is None:
             store.tokens = bench.sample(everything, SEED)
-        measure = self._measurer(precision, bench, deadline)
+        measure = self._measurer(precision, bench, store.tokens, SEARCH_TIME * time_limit)
         plain = measure(NOTHING)
         if not self._goal.has_target and self._goal.max_bytes is None and self._goal.max_time is None:
             self._goal = Goal(max_mismatch=max(SHARE * plain.mean, NOISE))
@@ -180,17 +201,40 @@ class _Tuner:
             search.found[NOTHING], search.complete = plain, True
         else:
             search.run()
+            self._select(outcome, bench, SELECTION_TIME * time_limit)
         if precision == "fp16":
-            outcome.gradients = self._check_gradients(bench, search)
+            outcome.gradients = self._check_gradients(bench, outcome)
         self._name_sets(outcome, model)
         return outcome
 
-    def _measurer(self, precision: str, bench: Bench, deadline: float) -> Callable[[Modules], Figures]:
+    def _select(self, outcome: _Outcome, bench: Bench, deadline: float) -> None:
+        """Measures the finalists of a search again, on a larger sample that the search has not seen.
+
+        The search compares many sets on few tokens, so that the set with the smallest mismatch there owes a part of it
+        to chance.
+        """
+        finalists = outcome.search.finalists(FINALISTS)
+        outcome.selected = {}
+        if len(finalists) < 2:
+            return
+        self._tell(f"{outcome.precision}: measuring {len(finalists)} sets again on a larger sample", now=True)
+        fresh = Bench(bench.trainer, self._fresh)
+        tokens = fresh.sample(outcome.search.everything, SEED + SELECTION_SEED)
+        measure = self._measurer(outcome.precision, fresh, tokens, deadline, " selection")
+        try:
+            for names in finalists:
+                outcome.selected[names] = measure(names)
+        except OutOfTimeError:
+            return
+
+    def _measurer(
+        self, precision: str, bench: Bench, tokens: Tokens | None, deadline: float, stage: str = ""
+    ) -> Callable[[Modules], Figures]:
         """Returns the function that measures a set, or takes it from the store."""
-        store, tokens = self._store, self._store.tokens
+        store, key = self._store, precision + stage
 
         def measure(names: Modules) -> Figures:
-            known = store.get(precision, names)
+            known = store.get(key, names)
             if known is not None:
                 return known
             if names and time.monotonic() - self._begun > deadline:  # without any set there would be no result
@@ -203,7 +247,7 @@ class _Tuner:
                 if not names or not is_dtype_error(error):
                     raise
                 figures = NOT_COMPUTED
-            store.put(precision, names, figures)
+            store.put(key, names, figures)
             self._tell(f"{precision}: {len(store)} measured, the last with a mean mismatch of {figures.mean:.2e}")
             store.write({"complete": False})
             return figures
@@ -214,9 +258,9 @@ class _Tuner:
         target = self._goal.max_mismatch
         return self._goal if target is None else replace(self._goal, max_mismatch=MARGIN * target)
 
-    def _check_gradients(self, bench: Bench, search: Search) -> Gradients | None:
+    def _check_gradients(self, bench: Bench, outcome: _Outcome) -> Gradients | None:
         """Checks the gradients with the best set, and adds the groups that it needs to be usable."""
-        best = search.best()
+        search, best = outcome.search, outcome.best
         if best is None or not search.found[best].finite:
             return None
         scale = bench.trainer.args.loss_scale_init if hasattr(bench.trainer.args, "loss_scale_init") else 2.0**16
@@ -239,7 +283,7 @@ class _Tuner:
                     figures = search.measure(names)
                 except OutOfTimeError:
                     break
-                search.found = {NOTHING: search.found[NOTHING], names: figures}
+                search.found, outcome.selected = {NOTHING: search.found[NOTHING], names: figures}, {}
                 return other
         return found
 
@@ -248,7 +292,7 @@ class _Tuner:
         search = outcome.search
         outcome.sizes = {names: search.size(names) for names in search.found}
         shown = {NOTHING, *search.front(), *(names for names in outcome.rules if names in search.found)}
-        shown |= {names for names in (search.best(),) if names is not None}
+        shown |= {*outcome.selected, *(names for names in (outcome.best,) if names is not None)}
         for names in shown - outcome.patterns.keys():
             outcome.patterns[names] = tuple(shortest_patterns(model, names))
         search.size, search.measure = outcome.sizes.__getitem__, _closed  # neither keeps the model in memory
@@ -258,12 +302,12 @@ class _Tuner:
     def _choose(self) -> tuple[_Outcome, Modules]:
         """Returns the precision and the set to promise."""
         usable = [o for o in self._outcomes if o.gradients is None or o.gradients.usable] or self._outcomes
-        choices = [(o, names) for o in usable for names in (o.search.best(),) if names is not None]
+        choices = [(o, names) for o in usable for names in (o.best,) if names is not None]
         choices = choices or [(self._outcomes[0], NOTHING)]
 
         def rank(choice: tuple[_Outcome, Modules]) -> tuple[Any, ...]:
             outcome, names = choice
-            figures, nbytes = outcome.search.found[names], outcome.offset + outcome.sizes[names]
+            figures, nbytes = outcome.figures(names), outcome.offset + outcome.sizes[names]
             fits = self._goal.max_bytes is None or nbytes <= self._goal.max_bytes
             met = outcome.search.goal.is_met(figures)
             return not fits, not met, nbytes if met else figures.mean, figures.mean
@@ -290,16 +334,17 @@ class _Tuner:
         search, bench = outcome.search, self._bench
         if bench is None or time.monotonic() - self._begun > SEARCH_TIME * self._plan.time_limit:
             return False
-        before = search.best()
+        before = outcome.best
         aimed = search.goal.max_mismatch or target
         search.goal = replace(search.goal, max_mismatch=aimed * MARGIN * target / found)
         if search.groups:
-            deadline = SEARCH_TIME * self._plan.time_limit
-            search.measure = self._measurer(outcome.precision, bench, deadline)
+            limit = self._plan.time_limit
+            search.measure = self._measurer(outcome.precision, bench, self._store.tokens, SEARCH_TIME * limit)
             search.size = partial(extra_bytes, bench.model)
             search.run()
+            self._select(outcome, bench, SELECTION_TIME * limit)
         self._name_sets(outcome, bench.model)
-        return search.best() != before
+        return outcome.best != before
 
     # ---- The result ----
 
@@ -327,6 +372,7 @@ class _Tuner:
             before=self._outcomes[0].candidate(NOTHING),
             front=tuple(sorted(_front(shown), key=lambda c: (c.nbytes, c.figures.mean))),
             rules=tuple(rules),
+            finalists=tuple(outcome.candidate(names, figures) for names, figures in outcome.selected.items()),
             points=tuple(self._points()),
             contributions=tuple(_contributions(outcome.search)),
             gradients=outcome.gradients,
@@ -353,6 +399,7 @@ class _Tuner:
             "device": str(trainer.accelerator.device),
             "batches": [len(rows) for rows in bench.batches],
             "length": trainer.max_completion_length,
+            "selection": [len(rows) for rows in self._fresh],
             "model": [type(trainer.model).__name__, len(sums), sum(sums)],
         }
 
