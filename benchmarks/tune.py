@@ -41,7 +41,7 @@ from safe_trainers.tuning.groups import extra_bytes, find_groups, head_name, lay
 from safe_trainers.tuning.measure import Bench, batches_of, measured
 from safe_trainers.tuning.search import NOTHING, Goal, outermost
 from safe_trainers.tuning.store import Store
-from safe_trainers.tuning.tune import SELECTION, Plan, forget_precision, tune_trainer
+from safe_trainers.tuning.tune import Plan, forget_precision, rows_for, tune_trainer
 from safe_trainers.weights.fp32_modules import find_modules
 
 
@@ -57,10 +57,11 @@ ROWS, LENGTH = 96, 16
 SEED = 4321
 LIMIT = 1200.0
 """Time limit of a search in seconds, for a machine that is shared; the results have the CPU time."""
-ALL_PRECISIONS = (BYTE, "text", "llava", "gemma2", "qwen2_vl")
+ALL_PRECISIONS = (BYTE, "text", "qwen2_vl")
 """Models that are searched in all precisions; the others in bfloat16, which takes a third of the time."""
-ROUNDS = 40
-"""Most rounds of the promise, and steps of the run into which the lines are pasted."""
+ROUNDS = 30
+"""Most rounds of the promise. The run into which the lines are pasted has as many steps as the promise had rounds."""
+LEAST_STEPS = 12
 UNSEEN = 4
 """Both sets are compared on this many times the sequences of the search, on prompts of their own."""
 
@@ -100,7 +101,7 @@ class Subject:
 
     def __init__(self, name: str, folder: str, steps: int) -> None:
         self.name, self._folder = name, folder
-        rows = (2 + SELECTION + UNSEEN) * ROWS
+        rows = rows_for(ROWS, ROWS) + UNSEEN * ROWS
         if name == BYTE:
             self._model = byte_model(8)
             learn(self._model, steps, width=256)
@@ -181,7 +182,7 @@ def compare(subject: Subject, folder: Path) -> dict[str, Any]:
         }
     forget_precision()
     trainer = subject.build("bf16", measured, precision_metrics=False)
-    bench = Bench(trainer, batches_of(trainer.train_dataset, ROWS, UNSEEN * ROWS, skip=(2 + SELECTION) * ROWS))
+    bench = Bench(trainer, batches_of(trainer.train_dataset, ROWS, UNSEEN * ROWS, skip=rows_for(ROWS, ROWS)))
     tokens = bench.sample(everything, SEED)
     unseen = {names: bench.measure(names, tokens) for names in {NOTHING, everything, *sets.values(), *chosen.values()}}
     found["plain"], found["everything"] = unseen[NOTHING].to_dict(), unseen[everything].to_dict()
@@ -200,7 +201,7 @@ def promise(subject: Subject, folder: Path) -> dict[str, Any]:
     wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     forget_precision()
     settings = dict(made.settings)
-    steps = ROUNDS
+    steps = max(LEAST_STEPS, -(-made.promise.sequences // ROWS))
     trainer = subject.build(
         settings.pop("precision"), max_steps=steps, logging_steps=steps, learning_rate=0.0, seed=7, **settings
     )

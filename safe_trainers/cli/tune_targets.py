@@ -12,6 +12,7 @@ from ..core.errors import Problem, RecipeError, SafeTrainersError, write
 TOKENS = 128
 """Most tokens of a measured completion by default."""
 PROMPT_TOKENS = 16
+BATCH = 8
 OWN = ("bf16", "fp16", "precision", "fp32_modules")
 """The keys of a recipe that are replaced."""
 
@@ -95,8 +96,9 @@ class ModelTarget:
 
     def __init__(self, name: str, length: int, sequences: int, scratch: Path) -> None:
         from ..data.columns import EMBEDDED_MODELS, embedded_name
+        from ..tuning.tune import rows_for
 
-        self._name, self._length, self._scratch, self._rows = name, length, scratch, 2 * (sequences + 16)
+        self._name, self._length, self._scratch, self._rows = name, length, scratch, rows_for(sequences, BATCH)
         self._family = embedded_name(name)
         if self._family is not None and self._family not in EMBEDDED_MODELS:
             raise RecipeError(f"{name} is not an embedded model; expected one of {', '.join(EMBEDDED_MODELS)}")
@@ -138,7 +140,7 @@ class ModelTarget:
                     str(self._scratch),
                     precision=precision,
                     use_cpu=not torch.cuda.is_available(),
-                    per_device_train_batch_size=8,
+                    per_device_train_batch_size=BATCH,
                     num_generations=2,
                     max_completion_length=self._length,
                     generation_kwargs=generation,

@@ -24,7 +24,7 @@ class Figures:
         out_of_band: The share of tokens whose abs(D) exceeds `BAND`.
         tokens: Number of tokens.
         sequences: Number of sequences.
-        error: The standard error of `mean` in nats, with sequences as the independent units.
+        error: The standard error of `mean` in nats, with prompts as the independent units.
         seconds: Time of generation and scoring: CPU time on a CPU, else wall time.
         computes: Whether the model computes; two dtypes may meet in an operation that rejects them.
     """
@@ -60,13 +60,19 @@ NOT_COMPUTED = Figures(math.inf, math.inf, math.inf, 0.0, 1.0, 0, 0, math.inf, 0
 """The figures of a set with which the model does not compute."""
 
 
-def summarize(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], seconds: float) -> Figures:
+def summarize(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    seconds: float,
+    prompts: Sequence[int] | None = None,
+) -> Figures:
     """Summarizes measured batches.
 
     Args:
         pairs: For each batch the log-probabilities of trainer and sampler in nats, (B, C), and a mask of the tokens
             that count, (B, C).
         seconds: The time of all batches.
+        prompts: The number of the prompt of each sequence, if prompts occur several times. Sequences of one prompt
+            are not independent.
 
     Raises:
         ValueError: If no token counts.
@@ -86,9 +92,13 @@ def summarize(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], 
         return Figures(math.inf, math.inf, math.inf, 0.0, 1.0, len(size), len(rows), math.inf, seconds)
     mean = size.mean()
     n = len(rows)
-    # The standard error of a ratio of sums over sequences.
+    # The standard error of a ratio of sums over prompts.
     residual = rows[:, 0] - mean * rows[:, 1]
-    error = residual.square().sum().sqrt() * math.sqrt(n / max(n - 1, 1)) / rows[:, 1].sum()
+    if prompts is not None:
+        _, unit = torch.tensor(prompts).unique(return_inverse=True)
+        residual = torch.zeros(int(unit.max()) + 1, dtype=residual.dtype).index_add(0, unit, residual)
+    units = len(residual)
+    error = residual.square().sum().sqrt() * math.sqrt(units / max(units - 1, 1)) / rows[:, 1].sum()
     weight = rows[:, 2].clamp(-300, 300).exp()
     return Figures(
         mean=mean.item(),

@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -186,21 +187,29 @@ class Bench:
             seconds += spent
         return summarize(pairs, seconds)
 
-    def promise(self, names: Iterable[str], seed: int, enough: Callable[[Figures], bool], most: int) -> Figures:
-        """Measures tokens that the set samples itself, in rounds over all batches.
+    def promise(
+        self, names: Iterable[str], seed: int, enough: Callable[[Figures], bool], most: int, size: int
+    ) -> Figures:
+        """Measures tokens that the set samples itself, in rounds; batches occur again when all were measured.
 
         Args:
             names: The modules that compute in float32.
             seed: The seed of sampling.
             enough: Whether the figures so far suffice.
             most: The largest number of rounds.
+            size: Batches of a round.
         """
-        pairs, seconds = [], 0.0
+        pairs, seconds, prompts = [], 0.0, []
+        numbers = cycle(range(len(self.batches)))
+        first = [sum(map(len, self.batches[:number])) for number in range(len(self.batches))]
         for number in range(most):
-            for trainer, sampler, mask, spent, _ in self._run(names, None, seed + 100 * number, self.batches):
+            chosen = list(islice(numbers, size))
+            batches = [self.batches[index] for index in chosen]
+            for trainer, sampler, mask, spent, _ in self._run(names, None, seed + 100 * number, batches):
                 pairs.append((trainer, sampler, mask))
                 seconds += spent
-            figures = summarize(pairs, seconds)
+            prompts += [first[index] + row for index in chosen for row in range(len(self.batches[index]))]
+            figures = summarize(pairs, seconds, prompts)
             if number + 1 >= LEAST_ROUNDS and enough(figures):
                 break
         return figures

@@ -1,5 +1,6 @@
 """Finds the precision and the modules in float32 that hold the mismatch of sampler and trainer, by measuring."""
 
+import math
 import os
 import time
 import warnings
@@ -44,6 +45,8 @@ SELECTION_TIME = 0.8
 """Share of the time limit until the end of the selection; the rest is for the promise."""
 FINALISTS = 5
 """Number of sets that are measured again before one is chosen, beside the fixed rules."""
+HELD_OUT = 16
+"""The promise has up to this many times the prompts of the search; sequences of one prompt are not independent."""
 SELECTION = 4
 """The finalists are measured on this many times the sequences of the search."""
 RELATIVE_ERROR = 0.025
@@ -65,11 +68,10 @@ class Plan:
         prompts: The prompts in words.
         goal: The goal.
         precisions: The precisions to try, that of the run first.
-        sequences: Number of prompts of the search, and of held-out prompts.
+        sequences: Number of prompts of the search. The dataset should have some times as many, see `rows_for`.
         settings: Further settings that a precision needs, such as the load dtype.
         time_limit: Seconds.
-        rounds: Most rounds over the held-out prompts, with other samples each time; the promise ends earlier if it is
-            exact enough.
+        rounds: Most rounds of the promise, each over as many held-out prompts; it ends earlier if it is exact enough.
         progress: Receives lines of progress.
     """
 
@@ -167,15 +169,16 @@ class _Tuner:
             self._notes.append(f"{precision} was left out: the run would compute in {found} on this device")
             return None
         size = trainer.args.per_device_train_batch_size
-        batches = batches_of(trainer.train_dataset, size, self._plan.sequences)
-        self._held_out = batches_of(trainer.train_dataset, size, self._plan.sequences, sum(map(len, batches)))
-        if not batches or not self._held_out:
+        count = math.ceil(self._plan.sequences / size)
+        found = batches_of(trainer.train_dataset, size, (1 + SELECTION + HELD_OUT) * count * size)
+        batches, unseen, again = found[:count], found[count:], SELECTION * count
+        # For a small dataset, the selection takes other samples of the prompts of the search.
+        self._fresh = unseen[:again] if len(unseen) > again else list(islice(cycle(batches), again))
+        self._held_out = unseen[again:] if len(unseen) > again else unseen
+        if not self._held_out:
             raise RecipeError(
                 "the dataset has too few prompts for a search and for held-out prompts. Write: --sequences 4"
             )
-        count = SELECTION * len(batches)
-        unseen = batches_of(trainer.train_dataset, size, count * size, sum(map(len, batches + self._held_out)))
-        self._fresh = list(islice(cycle(unseen or batches), count))
         self._bench, self._last = Bench(trainer, batches), precision
         return self._bench
 
@@ -327,7 +330,7 @@ class _Tuner:
             exact = figures.error <= max(RELATIVE_ERROR * figures.mean, ABSOLUTE_ERROR)
             return exact or time.monotonic() - self._begun > self._plan.time_limit
 
-        return bench.promise(names, SEED + 1000, enough, self._plan.rounds)
+        return bench.promise(names, SEED + 1000, enough, self._plan.rounds, len(self._bench.batches))
 
     def _tighten(self, outcome: _Outcome, target: float, found: float) -> bool:
         """Searches again with a smaller target; returns whether there is time and another set."""
@@ -430,6 +433,16 @@ def tune_trainer(build: Builder, plan: Plan, store: Store) -> Tuning:
         return _Tuner(build, plan, store).run()
     finally:
         forget_precision()
+
+
+def rows_for(sequences: int, size: int) -> int:
+    """Returns the number of prompts with which a search, its selection and its promise have prompts of their own.
+
+    Args:
+        sequences: Prompts of the search.
+        size: Rows of a batch.
+    """
+    return (1 + SELECTION + HELD_OUT) * math.ceil(sequences / size) * size
 
 
 def _rules(model: Any) -> dict[Modules, str]:

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+from dataclasses import replace
 
 import cells
 import pytest
@@ -161,8 +162,8 @@ def test_all_layers_of_a_kind_are_one_pattern():
 class Additive:
     """A model of independent sources: the mismatch is the root of the sum of their squares."""
 
-    def __init__(self, sources, goal, most=None):
-        self.sources, self.calls, self._most = sources, 0, most
+    def __init__(self, sources, goal, most=None, error=0.0):
+        self.sources, self.calls, self._most, self._error = sources, 0, most, error
         self.groups = [Group(name, frozenset([name]), nbytes) for name, (nbytes, _) in sources.items()]
         self.search = Search(self.groups, [frozenset(["head"])], self.measure, self.size, goal)
 
@@ -175,7 +176,7 @@ class Additive:
             raise OutOfTimeError
         rest = [noise for name, (_, noise) in self.sources.items() if name not in names]
         mean = math.sqrt(sum(noise**2 for noise in rest) + 1e-16)
-        return Figures(mean, mean, mean, 1.0, 0.0, 100, 10, 0.0, 1.0 + len(names))
+        return Figures(mean, mean, mean, 1.0, 0.0, 100, 10, self._error * mean, 1.0 + len(names))
 
 
 SOURCES = {"head": (1000, 1e-5), "a": (100, 1e-3), "b": (100, 2e-3), "c": (300, 5e-4), "d": (900, 1e-4)}
@@ -225,6 +226,30 @@ def test_the_time_of_a_set_can_be_a_budget():
     assert len(model.search.best()) == 2
 
 
+def test_the_rules_within_the_budget_are_measured_again():
+    model = Additive(SOURCES, Goal(max_bytes=1000))
+    model.search.run()
+    finalists = model.search.finalists(2)
+    assert finalists[0] == model.search.best() == set("abc")
+    assert set("head") not in finalists
+    assert frozenset(["head"]) in finalists
+    assert len(finalists) == 3
+    small = Additive(SOURCES, Goal(max_bytes=999))
+    small.search.run()
+    assert frozenset(["head"]) not in small.search.finalists(2)
+
+
+@pytest.mark.parametrize(("error", "expected"), [(0.05, "ab"), (0.0, "abc")])
+def test_a_set_that_misses_the_target_within_its_error_is_measured_again(error, expected):
+    model = Additive(SOURCES, Goal(max_mismatch=5e-4), error=error)
+    model.search.run()
+    assert model.search.best() == set("abc")
+    finalists = model.search.finalists(2)
+    again = {names: replace(figures, mean=0.95 * figures.mean) for names, figures in model.search.found.items()}
+    chosen = model.search.best({names: again[names] for names in finalists})
+    assert chosen == set(expected)
+
+
 # ---- The whole search ----
 
 
@@ -247,6 +272,31 @@ def test_the_lines_give_the_promised_mismatch(builder, tmp_path):
     resumed = tune_trainer(lambda p, m: builder(p, m, precision_metrics=False), plan, again)
     assert again.resumed == found.measurements == resumed.measurements
     assert resumed.best == found.best
+
+
+def test_a_set_that_was_best_by_chance_is_not_chosen(builder, monkeypatch):
+    lucky = frozenset(find_modules(builder.model, ["layers.2.self_attn"]))
+    original, searched = Bench.measure, []
+
+    def measure(self, names, tokens, seed=0):
+        figures = original(self, names, tokens, seed)
+        if len(self.batches) == 1:  # the sample of the search
+            searched.append(frozenset(names))
+            return replace(figures, mean=1e-9) if frozenset(names) == lucky else figures
+        return figures
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    plan = Plan(
+        "text", goal=Goal(max_bytes=extra_bytes(builder.model, lucky)), precisions=("bf16",), sequences=12, rounds=1
+    )
+    found = tune_trainer(
+        lambda p, m: builder(p, m, precision_metrics=False, max_completion_length=6), plan, Store(None)
+    )
+    assert lucky in searched
+    assert found.best.fp32_modules != ("layers.2.self_attn",)
+    again = {candidate.fp32_modules: candidate.figures for candidate in found.finalists}
+    assert again[found.best.fp32_modules].mean < again["layers.2.self_attn",].mean
+    assert again[found.best.fp32_modules].sequences == 4 * 12
 
 
 def test_float16_that_overflows_gets_the_tower_in_float32(tmp_path):
