@@ -61,11 +61,12 @@ def measured() -> str:
     heading, found = read_rows(RESULTS / "tune.jsonl")
     done = [row for row in found if "reason" not in row]
     rounded = [row for row in done if not not_rounding(row)]
+    compared = [row["plain"]["tokens"] for row in done]
     lines = [
         f"{len(done)} models: tiny families with four text layers (Gemma 4 with two), and, where listed, a byte-level",
         "model with eight layers that was trained on source code. The bytes of each rule are a budget, and both sets",
-        "are measured on held-out prompts. *Equal*: the search chose the set of the rule, or the mismatches differ by",
-        "at most 2 %, or both are at the level of float32.",
+        f"are measured on {min(compared):,} to {max(compared):,} tokens of prompts that the search has not seen. *Equal*: the",
+        "search chose the set of the rule, or the mismatches differ by at most 2 %, or both are at the level of float32.",
         "",
         "| at the bytes of | tuned set better | equal with fewer bytes | equal | worse |",
         "|---|---:|---:|---:|---:|",

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _positive,
             "longest time of a rollout with its scoring, as a factor of half precision's",
         ),
-        ("--sequences", "N", _count, "prompts to measure, and as many held-out ones (default: 32)"),
+        ("--sequences", "N", _count, "prompts of the search (default: 32)"),
         ("--max_tokens", "N", _count, f"most tokens of a completion (default: the recipe's, at most {TOKENS})"),
         ("--time_limit", "SECONDS", _positive, "time after which the best set so far is printed (default: 300)"),
     )
@@ -154,7 +154,7 @@ def tune(
         min_ess: The smallest effective sample size of sequences, as a share.
         max_bytes: The most bytes of weights beyond those of half precision.
         max_time: The longest time of a rollout with its scoring, as a factor of that without a module in float32.
-        sequences: Number of prompts of the search, and of held-out prompts for the promise.
+        sequences: Number of prompts of the search. Selection and promise use further ones, up to 20 times as many.
         max_tokens: The most tokens of a completion; by default those of the recipe, at most 128.
         time_limit: Seconds after which the search ends with the best set so far.
         json: A file for the result and all measurements; with an existing one the search resumes.
