@@ -266,6 +266,7 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
         "rows": ROWS,
         "length": LENGTH,
+        "models": list(names),
     }
     for name in chosen:
         known[name] = row = measure(name, options.steps)

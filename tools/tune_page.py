@@ -7,8 +7,6 @@ from pathlib import Path
 import figures
 from results import Row, read_rows, versions_of
 
-from safe_trainers import tiny
-
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FLOOR = 2e-6
@@ -88,7 +86,7 @@ def measured() -> str:
     missing = [row["family"] for row in found if "reason" in row]
     if missing:
         lines += ["", f"Not measured, because stock TRL cannot train them with GRPO: {', '.join(missing)}."]
-    left = [name for name in (*tiny.FAMILIES, "byte model") if name not in {row["family"] for row in found}]
+    left = [name for name in heading["models"] if name not in {row["family"] for row in found}]
     if left:
         lines += ["", f"Not measured with this version of the search: {', '.join(left)}."]
     off = [deviation(row) for row in done]

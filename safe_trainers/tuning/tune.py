@@ -170,8 +170,8 @@ class _Tuner:
             return None
         size = trainer.args.per_device_train_batch_size
         count = math.ceil(self._plan.sequences / size)
-        found = batches_of(trainer.train_dataset, size, (1 + SELECTION + HELD_OUT) * count * size)
-        batches, unseen, again = found[:count], found[count:], SELECTION * count
+        every = batches_of(trainer.train_dataset, size, (1 + SELECTION + HELD_OUT) * count * size)
+        batches, unseen, again = every[:count], every[count:], SELECTION * count
         # For a small dataset, the selection takes other samples of the prompts of the search.
         self._fresh = unseen[:again] if len(unseen) > again else list(islice(cycle(batches), again))
         self._held_out = unseen[again:] if len(unseen) > again else unseen
