@@ -304,6 +304,7 @@ def test_a_set_that_was_best_by_chance_is_not_chosen(builder, monkeypatch):
     assert again[found.best.fp32_modules].sequences == 4 * 12
 
 
+@pytest.mark.slow
 def test_float16_that_overflows_gets_the_tower_in_float32(tmp_path):
     builder = Builder(tmp_path, overflowing(), "gemma3")
     plan = Plan("gemma3", goal=Goal(max_mismatch=0.05), precisions=("fp16",), sequences=12, rounds=1)
