@@ -138,7 +138,8 @@ def page() -> str:
     lines += [f"| {fault} | {len(names)} |" for fault, names in _faults(rows).items()]
     lines += [
         "",
-        "[Every result](matrix.md): all errors, families, known faults of TRL, and the refusals.",
+        "[Every result](matrix.md): all errors, families, known faults of TRL, and the refusals. "
+        "[Faults upstream](upstream.md): scripts to rerun.",
         "",
         "## Other comparisons",
         "",
