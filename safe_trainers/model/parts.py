@@ -51,7 +51,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         model: A model, possibly wrapped.
     """
     while True:
-        children = model._modules  # `hasattr` of an attribute that a module does not have takes 20 times as long
+        children = getattr(model, "_modules", {})  # `hasattr` takes long if a module does not have the attribute
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         elif "_orig_mod" in children:
