@@ -7,6 +7,7 @@ import trl
 from cells import Cell
 
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, SafeRLOOConfig, SafeRLOOTrainer
+from safe_trainers.core.patches import replace
 from safe_trainers.rollout.static_cache import asks_for_cache
 
 
@@ -51,9 +52,17 @@ def test_the_implementation_in_generation_kwargs_counts_too():
     assert rollouts(cell, **given) == rollouts(cell)
 
 
-def test_without_autocast_nothing_is_replaced(monkeypatch):
-    monkeypatch.setattr("safe_trainers.rollout.static_cache.replace", lambda *_: pytest.fail("replaced"))
-    rollouts(Cell("text", "grpo", "fp32", "none"), **STATIC)
+@pytest.mark.parametrize(("flag", "replaces"), [("none", False), ("bf16", True)])
+def test_the_cache_is_changed_only_under_autocast(flag, replaces, monkeypatch):
+    replaced = []
+
+    def noting(patch, owner, name, value):
+        replaced.append(name)
+        replace(patch, owner, name, value)
+
+    monkeypatch.setattr("safe_trainers.rollout.static_cache.replace", noting)
+    rollouts(Cell("text", "grpo", "fp32", flag), **STATIC)
+    assert (set(replaced) == {"update"}) is replaces
 
 
 def test_no_hook_stays_on_the_model():
