@@ -125,7 +125,7 @@ class Replay:
             The loss; `None` if it cannot be computed again, for example for lack of memory.
         """
         run = self.run
-        if call.seed is None:
+        if call.seed is None or not self.possible:  # hooks of the optimizer exist only now
             return None
         outer, run.loss_inputs = run.loss_inputs, call.inputs
         try:

@@ -591,3 +591,18 @@ def test_two_processes_name_what_one_of_them_sees(tmp_path):
     assert first[0] == second[0] == "model.layers.0.mlp.act_fn"
     assert first[1] == second[1]
     assert any("`model.layers.0.mlp.act_fn` is the first module" in line for line in first)
+
+
+def test_an_optimizer_that_updates_weights_in_the_backward_pass_gets_no_second_pass():
+    trainer = build("sft", max_steps=2)
+    passes = []
+    parameter = next(trainer.model.parameters())
+
+    class Spoils(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):  # as LOMO's optimizer, which is made in `train`
+            parameter.register_post_accumulate_grad_hook(lambda p: passes.append(p.grad.fill_(math.nan)))
+
+    trainer.add_callback(Spoils())
+    with pytest.raises(PrecisionError, match=r"\[no-step-taken\]"):
+        warned(trainer)
+    assert len(passes) == 2
