@@ -48,10 +48,15 @@ def match_rows(
             continue
         last, start = index, len(prefix) - len(prompts[index])
         # TRL may have truncated the row to the maximum completion length.
-        pairs = zip(tokens, completions[index][start:], strict=False)
-        kept = 0
-        for own, other in pairs:
-            if own != other:
-                break
-            kept += 1
-        yield Match(row, index, start, kept)
+        yield Match(row, index, start, shared_prefix(tokens, completions[index][start:]))
+
+
+def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Returns how many first tokens two sequences share.
+
+    Args:
+        left: Token ids.
+        right: Token ids, of any length.
+    """
+    shorter = min(len(left), len(right))
+    return next((i for i, (own, other) in enumerate(zip(left, right, strict=False)) if own != other), shorter)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core.turns import match_rows
+from ..core.turns import match_rows, shared_prefix
 from ..model.routers import unknown
 
 
@@ -64,18 +64,13 @@ def arrange(turns: Sequence[RoutedTurn], input_ids: torch.Tensor, length: int) -
     for row, (prompt, sampled) in enumerate(zip(prompts, turns[0].completions, strict=True)):
         if ids[row][starts[row] : starts[row] + len(prompt)] != list(prompt):
             return None
-        kept = _common(sampled, completions[row])
+        kept = shared_prefix(sampled, completions[row])
         _copy(record[row], starts[row], turns[0], row, len(prompt) + kept)
     for turn in turns[1:]:
         for match in match_rows(prompts, completions, turn.prompts, turn.completions):
             computed = len(turn.prompts[match.row]) + match.kept
             _copy(record[match.index], starts[match.index], turn, match.row, computed)
     return record
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Returns how many first tokens two sequences share."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _copy(record: torch.Tensor, start: int, turn: RoutedTurn, row: int, computed: int) -> None:
