@@ -305,12 +305,12 @@ class MismatchMeter(Feature):
         shift = None if self._truncation is None else self._truncation.shift
         if shift is not None:  # the sampler's log-probabilities are renormalised over the tokens that it keeps
             trainer = trainer + shift
-        for feature in self.run.features:
-            if isinstance(feature, ExpertRoutes):
-                feature.count(trainer - sampler, sampled_mask(batch))
-        mode = self.run.mode
+        mode, mask = self.run.mode, sampled_mask(batch)
+        routes = next((f for f in self.run.features if isinstance(f, ExpertRoutes)), None)
+        if routes is not None and routes.follows:
+            routes.count(trainer - sampler, mask)
         waiting = self._waiting.setdefault(mode, [])
-        waiting.append((trainer.detach(), sampler.detach(), sampled_mask(batch)))
+        waiting.append((trainer.detach(), sampler.detach(), mask))
         if sum(mask.numel() for *_, mask in waiting) > WAITING:
             self._tally(mode)
 
