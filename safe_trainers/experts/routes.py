@@ -33,7 +33,7 @@ from ..core.dtypes import to_torch
 from ..core.errors import PrecisionError, Problem, refuse
 from ..core.feature import Feature, Run
 from ..core.trl import BUFFER_METHOD, trl_bases, uses_continuous_batching
-from ..model.parts import unwrap
+from ..model.parts import is_reference
 from ..model.routers import Routers, find_routers
 from ..policy.settings import ROLLOUT
 from . import from_vllm
@@ -225,7 +225,9 @@ class ExpertRoutes(Feature):
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores a rollout with the policy, and compares or replays the choices. A reference makes its own."""
         scored, self._scored = self._scored, {}
-        if self._in_loss or not self._turns or "logits_to_keep" not in scored or self._is_reference(scored["model"]):
+        if self._in_loss or not self._turns or "logits_to_keep" not in scored:
+            return call()
+        if is_reference(scored["model"], self.run.model):
             return call()
         record = self._arranged(scored["input_ids"], scored["logits_to_keep"])
         if record is None:
@@ -282,17 +284,6 @@ class ExpertRoutes(Feature):
         self._pass = follower
         if not self.ties:
             self.ties = {number: (int(near), int(of)) for number, (near, of) in follower.ties.items()}
-
-    def _is_reference(self, model: nn.Module) -> bool:
-        """Whether a scored model is not the policy, or has its adapters disabled or replaced by TRL's copy."""
-        base = unwrap(model)
-        if base is not unwrap(self.run.model):
-            return True
-        for layer in base.modules():
-            if hasattr(type(layer), "adapter_layer_names") and hasattr(layer, "active_adapters"):
-                active: Any = layer.active_adapters
-                return bool(layer.disable_adapters) or "ref" in active
-        return False
 
     # ---- Measuring ----
 

@@ -156,6 +156,23 @@ def adapter_layers(module: nn.Module) -> Iterator[nn.Module]:
         yield copies
 
 
+def is_reference(scored: nn.Module, policy: nn.Module) -> bool:
+    """Whether a scored model is not the policy, or is the policy without its adapters or with TRL's copy of them.
+
+    Args:
+        scored: The model that is scored, possibly wrapped.
+        policy: The policy model, possibly wrapped.
+    """
+    base = unwrap(scored)
+    if base is not unwrap(policy):
+        return True
+    for layer in base.modules():
+        if hasattr(type(layer), "adapter_layer_names") and hasattr(layer, "active_adapters"):
+            active: Any = layer.active_adapters
+            return bool(layer.disable_adapters) or "ref" in active
+    return False
+
+
 def elements_of(parameter: torch.Tensor) -> int:
     """Returns the number of elements of a parameter, also if ZeRO-3 has replaced it with an empty tensor."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..core.feature import Feature, Run
 from ..core.files import replace_file
 from ..core.phase_clock import REFERENCE, SCORING, PhaseClock
-from ..model.parts import unwrap
+from ..model.parts import is_reference
 from .document import Report, Table
 from .render import console, show, to_json
 
@@ -98,12 +97,5 @@ def scoring_phase(run: Run, model: Any) -> str:
         run: The run.
         model: The model that is scored. With adapters, the reference is the policy without them or with others.
     """
-    if run.clock is None or not isinstance(model, nn.Module):
-        return SCORING
-    scored, policy = unwrap(model), unwrap(run.model)
-    if scored is not policy:
-        return REFERENCE
-    layer = next((module for module in policy.modules() if isinstance(module, BaseTunerLayer)), None)
-    if layer is not None and (layer.disable_adapters or "ref" in layer.active_adapters):
-        return REFERENCE
-    return SCORING
+    scored = run.clock is not None and isinstance(model, nn.Module)
+    return REFERENCE if scored and is_reference(model, run.model) else SCORING
