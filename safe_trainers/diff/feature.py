@@ -30,12 +30,13 @@ class RunRecorder(Feature):
             )
             return
         folder = Path(args.output_dir, storage.FOLDER)
-        self._writer = StepWriter(self.run.model, folder, steps, args, args.process_index)
+        self.on_train_end()  # an earlier call of `train` may have ended in a step
+        self._writer = StepWriter(self.run.model, folder, steps, self._ended, args, args.process_index)
 
     def on_step_begin(self) -> None:
         """Begins to record the next step, if it is one of `record_steps`."""
         if self._writer is not None:
-            self._guarded(lambda writer: writer.begin(self.run.step + 1, self.run.trainer.optimizer))
+            self._writer.begin(self.run.step + 1, self.run.trainer.optimizer)
 
     def around_rollout(self, call: Callable[[], Any]) -> Any:
         """Marks the calls of the model in a rollout."""
@@ -49,39 +50,31 @@ class RunRecorder(Feature):
 
     def around_loss(self, call: Callable[[], Any]) -> Any:
         """Records a loss and its inputs."""
-        if self._writer is not None and self.run.loss_inputs:
-            self._writer.recorder.add(storage.LOSS, storage.PRE, LOSS_NAME, self.run.loss_inputs)
+        if self._writer is None:
+            return call()
+        inputs = self.run.loss_inputs
+        if inputs:
+            self._writer.attempt(lambda recorder: recorder.add(storage.LOSS, storage.PRE, LOSS_NAME, inputs))
         result = call()
-        if self._writer is not None:
-            loss = result[0] if isinstance(result, tuple) else result
-            self._writer.recorder.add(storage.LOSS, storage.POST, LOSS_NAME, [loss])
+        loss = result[0] if isinstance(result, tuple) else result
+        self._writer.attempt(lambda recorder: recorder.add(storage.LOSS, storage.POST, LOSS_NAME, [loss]))
         return result
 
     def before_step(self) -> None:
         """Records the gradients and the state of the optimizer."""
         if self._writer is not None:
-            self._writer.recorder.gradients(self.run.trainer.optimizer)
+            self._writer.attempt(lambda recorder: recorder.gradients(self.run.trainer.optimizer))
 
     def after_step(self, skipped: bool) -> None:
         """Records the updated weights, and writes the step."""
         if self._writer is not None:
-            self._writer.recorder.updated()
-            self._guarded(lambda writer: writer.end())
+            self._writer.attempt(lambda recorder: recorder.updated())
+            self._writer.end()
 
     def on_train_end(self) -> None:
         """Removes the hooks if the last step did not end."""
         if self._writer is not None:
             self._writer.recorder.stop()
 
-    def _guarded(self, action: Callable[[StepWriter], None]) -> None:
-        """Writes; a full disk ends the recording and not the run."""
-        if self._writer is None:
-            return
-        try:
-            action(self._writer)
-        except OSError as error:
-            self._writer.recorder.stop()
-            self._writer = None
-            self.run.warn_once(
-                warn("not-recorded", "record_steps", why=f"the file cannot be written: {error.strerror}")
-            )
+    def _ended(self, why: str) -> None:
+        self.run.warn_once(warn("not-recorded", "record_steps", why=why))

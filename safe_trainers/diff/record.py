@@ -1,35 +1,75 @@
 """`record`: records any trainer or model; and the writer that it shares with the feature of the safe trainers."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..core.errors import PrecisionWarning, warn
 from . import storage
 from .recorder import Recorder
 
 
 class StepWriter:
-    """Records chosen steps of a run, and writes each when it ends.
+    """Records chosen steps of a run, and writes each when it ends. An error ends the recording and not the run.
 
     Args:
         model: The model as it is called.
         folder: The folder of the recording.
         steps: The numbers of the steps, from 1.
+        report: Gets the reason why the recording has ended.
         args: The training arguments; `None` without.
         rank: The number of this process.
     """
 
-    def __init__(self, model: nn.Module, folder: Path, steps: Sequence[int], args: Any = None, rank: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        steps: Sequence[int],
+        report: Callable[[str], None],
+        args: Any = None,
+        rank: int = 0,
+    ) -> None:
         self.recorder = Recorder(model, args)
+        self._report = report
+        self._failed = False
         self._folder, self._steps, self._rank = folder, frozenset(steps), rank
         self._number = 0
         self._described = False
 
     def begin(self, number: int, optimizer: Any = None) -> None:
         """Begins to record a step if it is one of the chosen steps; a step that did not end is discarded."""
+        self.attempt(lambda _: self._begin(number, optimizer))
+
+    def end(self) -> None:
+        """Ends the step and writes it."""
+        self.attempt(lambda _: self._end())
+
+    def attempt(self, action: Callable[[Recorder], None]) -> None:
+        """Runs a part of the recording, unless it has ended because of an error.
+
+        Args:
+            action: Gets the recorder.
+        """
+        if self._failed:
+            return
+        try:
+            action(self.recorder)
+            if self.recorder.error is not None:
+                raise self.recorder.error
+        except Exception as error:
+            self._failed = True
+            self.recorder.stop()
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError):
+                why = f"the file cannot be written: {error.strerror}"
+            self._report(why)
+
+    def _begin(self, number: int, optimizer: Any) -> None:
         if self.recorder.recording:
             self.recorder.stop()
         if number in self._steps:
@@ -42,12 +82,7 @@ class StepWriter:
                     _remove_old(self._folder)
                     storage.write_model(self._folder, description)
 
-    def end(self) -> None:
-        """Ends the step and writes it.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
+    def _end(self) -> None:
         if self.recorder.recording:
             columns, tables = self.recorder.end()
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -77,11 +112,11 @@ def record(target: Any, path: str | Path, steps: int | Sequence[int] = 1) -> Ite
     """
     folder = Path(path)
     if isinstance(target, nn.Module):
-        writer = StepWriter(target, folder, [1])
+        writer = StepWriter(target, folder, [1], _warn)
         writer.begin(1)
         try:
             yield
-            writer.recorder.gradients(None)
+            writer.attempt(lambda recorder: recorder.gradients(None))
             writer.end()
         finally:
             writer.recorder.stop()
@@ -89,13 +124,18 @@ def record(target: Any, path: str | Path, steps: int | Sequence[int] = 1) -> Ite
     if not hasattr(target, "add_callback"):
         raise TypeError(f"record takes a trainer or a model, got {type(target).__name__}")
     chosen = range(1, steps + 1) if isinstance(steps, int) else steps
-    callback = _callback(target, StepWriter(target.model, folder, chosen, target.args, target.args.process_index))
+    writer = StepWriter(target.model, folder, chosen, _warn, target.args, target.args.process_index)
+    callback = _callback(target, writer)
     target.add_callback(callback)
     try:
         yield
     finally:
         target.remove_callback(callback)
-        callback.writer.recorder.stop()
+        writer.recorder.stop()
+
+
+def _warn(why: str) -> None:
+    warnings.warn(str(warn("not-recorded", "`record`", why=why)), PrecisionWarning, stacklevel=2)
 
 
 def _callback(trainer: Any, writer: StepWriter) -> Any:
@@ -104,17 +144,14 @@ def _callback(trainer: Any, writer: StepWriter) -> Any:
     class Records(TrainerCallback):
         """Passes the events of the training loop to the writer."""
 
-        def __init__(self) -> None:
-            self.writer = writer
-
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             writer.begin(state.global_step + 1, trainer.optimizer)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            writer.recorder.gradients(trainer.optimizer)
+            writer.attempt(lambda recorder: recorder.gradients(trainer.optimizer))
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            writer.recorder.updated()
+            writer.attempt(lambda recorder: recorder.updated())
             writer.end()
 
     return Records()

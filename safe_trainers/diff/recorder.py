@@ -3,11 +3,12 @@
 The hooks exist only during recorded steps. A tensor that several modules receive or return is measured once.
 """
 
+import functools
 import inspect
 import json
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,21 @@ def tensors_in(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, tor
             yield from tensors_in(part, f"{name}.{index}", depth - 1)
 
 
+def _hook(method: Callable[..., None]) -> Callable[..., None]:
+    """Makes an error of a recorder's hook end the recording, and not the computation that is recorded."""
+
+    @functools.wraps(method)
+    def guarded(self: "Recorder", *args: Any) -> None:
+        if not self.recording:
+            return
+        try:
+            method(self, *args)
+        except Exception as error:
+            self.fail(error)
+
+    return guarded
+
+
 class Recorder:
     """Records the steps of a model.
 
@@ -54,10 +70,12 @@ class Recorder:
 
     Attributes:
         sampling: Whether completions are being generated.
+        error: The error that ended the recording of this step in a hook; `None` without.
     """
 
     def __init__(self, model: nn.Module, args: Any = None) -> None:
         self.model, self.sampling = model, False
+        self.error: Exception | None = None
         self._arguments, self._configs = settings.of_arguments(args), dict[int, Any]()
         self._handles: list[Any] = []
         self._known: dict[str, Any] | None = None
@@ -78,7 +96,7 @@ class Recorder:
             optimizer: The optimizer; its class and groups are settings.
         """
         self._clear()
-        self._open = True
+        self._open, self.error = True, None
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         modules = list(watched_modules(self.model))
         self._names = {id(module): name for name, module in modules}
@@ -107,6 +125,14 @@ class Recorder:
         self._stochastic: dict[int, bool] = {}
         self._tokens, self._rows = TokenRows(), dict[str, list[int]]()
         self._inside, self._phase = False, _PHASE[storage.FORWARD]
+
+    def fail(self, error: Exception) -> None:
+        """Ends the recording of this step; the hooks that are left do nothing.
+
+        Args:
+            error: What went wrong in a hook.
+        """
+        self._open, self.error = False, error
 
     def stop(self) -> None:
         """Removes the hooks and discards what was recorded of the step."""
@@ -233,6 +259,7 @@ class Recorder:
 
     # ---- Hooks ----
 
+    @_hook
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
@@ -259,14 +286,13 @@ class Recorder:
         self._token_events(phase, storage.TOKEN_PRE, name, tensors, module.training)
         if phase == _PHASE[storage.ROLLOUT] or call >= MOST_CALLS:
             return
-        for slot, tensor in tensors:
-            self._event(phase, storage.PRE, name, call, slot, self._value(tensor), training=module.training)
-            self._watch_gradient(name, call, slot, tensor)
+        self._tensors(phase, storage.PRE, name, call, tensors, module.training)
         self._scalars(phase, name, call, inputs, module.training)
         if self._stochastic[id(module)] and module.training:
             state = digest.hash_of(_random_state(module))
             self._event(phase, storage.RANDOM, name, call, "", -1, training=True, extra=int(state))
 
+    @_hook
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or id(module) not in self._current:
             return
@@ -278,8 +304,12 @@ class Recorder:
         self._token_events(phase, storage.TOKEN, name, tensors, module.training)
         if phase == _PHASE[storage.ROLLOUT] or call >= MOST_CALLS:
             return
+        self._tensors(phase, storage.POST, name, call, tensors, module.training)
+
+    def _tensors(self, phase: int, kind: str, name: str, call: int, tensors: Any, training: bool) -> None:
+        """Records inputs or outputs of a module, and watches their gradients."""
         for slot, tensor in tensors:
-            self._event(phase, storage.POST, name, call, slot, self._value(tensor), training=module.training)
+            self._event(phase, kind, name, call, slot, self._value(tensor), training=training)
             self._watch_gradient(name, call, slot, tensor)
 
     def _token_events(self, phase: int, kind: str, name: str, tensors: Any, training: bool) -> None:
@@ -305,10 +335,10 @@ class Recorder:
         decoding = self.sampling or kwargs.get("past_key_values") is not None
         return _PHASE[storage.ROLLOUT if decoding else storage.SCORING]
 
+    @_hook
     def gradient(self, name: str, call: int, slot: str, gradient: torch.Tensor) -> None:
         """Records the gradient of a module's output."""
-        if self._open:
-            self._event(_PHASE[storage.BACKWARD], storage.GRADIENT, name, call, slot, self._value(gradient))
+        self._event(_PHASE[storage.BACKWARD], storage.GRADIENT, name, call, slot, self._value(gradient))
 
     def _watch_gradient(self, name: str, call: int, slot: str, tensor: torch.Tensor) -> None:
         """Registers a hook on a tensor that has none yet; a parent often returns its child's output."""

@@ -7,6 +7,7 @@ import cells
 import numpy as np
 import pytest
 import torch
+import trl
 from benchmark_modules import load
 from cells import Cell
 from peft import LoraConfig, get_peft_model
@@ -19,7 +20,7 @@ from safe_trainers.cli.main import main
 from safe_trainers.diff import digest, storage
 from safe_trainers.diff.compare import compare_recordings, compare_rollout
 from safe_trainers.diff.names import canonical, fused_parts, pairs, watched_modules
-from safe_trainers.diff.recorder import Recorder
+from safe_trainers.diff.recorder import Recorder, _hook
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
@@ -300,6 +301,30 @@ def test_a_recording_that_cannot_be_written_ends_without_the_run(tmp_path):
         trainer = train(tmp_path, record_steps=[1, 2])
     assert trainer.state.global_step == 2
     assert hooks_of(trainer.model) == hooks_of(train(tmp_path / "plain").model)
+
+
+@pytest.mark.parametrize("place", ["_enter", "_leave", "gradient", "gradients", "updated"])
+def test_an_error_of_the_recorder_ends_the_recording_and_not_the_run(place, tmp_path, monkeypatch):
+    def fails(self, *args):
+        raise ZeroDivisionError(place)
+
+    inside = getattr(Recorder, place)
+    monkeypatch.setattr(Recorder, place, _hook(fails) if hasattr(inside, "__wrapped__") else fails)
+    with pytest.warns(PrecisionWarning, match=rf"ZeroDivisionError: {place}. The run continues"):
+        trainer = train(tmp_path, record_steps=[1, 2])
+    assert trainer.state.global_step == 2
+    plain = train(tmp_path / "plain")
+    assert hooks_of(trainer.model) == hooks_of(plain.model)
+    assert cells.fingerprint(trainer.model) == cells.fingerprint(plain.model)
+    assert not list((tmp_path / storage.FOLDER).glob("step-*"))
+
+
+def test_an_error_while_stock_is_recorded_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(Recorder, "updated", lambda self: 1 / 0)
+    stock = trl.SFTTrainer(**cells.arguments(Cell("text", "sft", "fp32"), trl.SFTConfig))
+    with pytest.warns(PrecisionWarning, match="ZeroDivisionError"), record(stock, tmp_path):
+        stock.train()
+    assert stock.state.global_step == 2
 
 
 @pytest.mark.parametrize("steps", [[0], ["1"], [1.5]])
