@@ -321,7 +321,7 @@ def test_an_error_of_the_recorder_ends_the_recording_and_not_the_run(place, tmp_
 
 def test_an_error_while_stock_is_recorded_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(Recorder, "updated", lambda self: 1 / 0)
-    stock = trl.SFTTrainer(**cells.arguments(Cell("text", "sft", "fp32"), trl.SFTConfig))
+    stock = trl.SFTTrainer(**cells.arguments(Cell("text", "sft", "fp32", None), trl.SFTConfig))
     with pytest.warns(PrecisionWarning, match="ZeroDivisionError"), record(stock, tmp_path):
         stock.train()
     assert stock.state.global_step == 2
