@@ -85,6 +85,14 @@ class Feature:
 
     # ---- Training ----
 
+    def rest(self, *hooks: str) -> None:
+        """Leaves this feature out of hooks until `train` is called again, if it has nothing to do in them.
+
+        Args:
+            *hooks: Names of the hooks.
+        """
+        self.run.leave_out(self, hooks)
+
     def on_train_begin(self) -> None:
         """Called when `train` begins, before a checkpoint is loaded."""
 
@@ -450,8 +458,22 @@ class Run:
             added |= self.in_phase(phase_clock.FEATURES, feature.on_log, {**logs, **added}, mode)
         return added
 
+    def wake(self) -> None:
+        """Returns all features to the hooks that they were left out of."""
+        self._by_hook.clear()
+
+    def leave_out(self, feature: Feature, hooks: Iterable[str]) -> None:
+        """Leaves a feature out of hooks; see `Feature.rest`.
+
+        Args:
+            feature: The feature.
+            hooks: Names of the hooks.
+        """
+        for hook in hooks:
+            self._by_hook[hook] = tuple(other for other in self.having(hook) if other is not feature)
+
     def having(self, hook: str) -> tuple[Feature, ...]:
-        """Returns the features that override a hook, in their order.
+        """Returns the features that override a hook and do not rest in it, in their order.
 
         Args:
             hook: Name of the hook.

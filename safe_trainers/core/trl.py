@@ -18,6 +18,11 @@ def uses_continuous_batching(args: Any) -> bool:
     return any(getattr(args, name, False) for name in names)
 
 
+def has_rollouts(trainer_class: type) -> bool:
+    """Whether a trainer makes rollout batches in `BUFFER_METHOD`."""
+    return any(BUFFER_METHOD in vars(base) for base in trl_bases(trainer_class))
+
+
 def trl_bases(trainer_class: type) -> list[type]:
     """Returns the TRL classes in a class's MRO, most derived first."""
     return [base for base in trainer_class.__mro__ if base.__module__.split(".")[0] == "trl"]

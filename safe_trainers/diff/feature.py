@@ -22,6 +22,7 @@ class RunRecorder(Feature):
         """Makes the writer, if the run records steps."""
         args, steps = self.run.args, self.run.settings.record_steps
         if not steps:
+            self.rest("on_step_begin", "around_rollout", "around_loss", "before_step", "after_step")
             return
         steps = list(range(1, steps + 1)) if isinstance(steps, int) else steps
         if args.n_gpu > 1:

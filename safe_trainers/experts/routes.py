@@ -32,7 +32,7 @@ from ..core.coverage import COVERED, UNCOVERED, Coverage
 from ..core.dtypes import to_torch
 from ..core.errors import PrecisionError, Problem, refuse
 from ..core.feature import Feature, Run
-from ..core.trl import BUFFER_METHOD, trl_bases, uses_continuous_batching
+from ..core.trl import has_rollouts, uses_continuous_batching
 from ..model.parts import is_reference
 from ..model.routers import Routers, find_routers
 from ..policy.settings import ROLLOUT
@@ -142,7 +142,7 @@ class ExpertRoutes(Feature):
         run, args = self.run, self.run.args
         trainer = type(run.trainer)
         reasons = {
-            f"{trainer.__name__} has no rollouts": not any(BUFFER_METHOD in vars(base) for base in trl_bases(trainer)),
+            f"{trainer.__name__} has no rollouts": not has_rollouts(trainer),
             "the user's rollout_func generates": getattr(run.trainer, "rollout_func", None) is not None,
             "vLLM is asked for them only with `router_replay='rollout'`": self._uses_vllm and not self.replays,
             "continuous batching computes in its own order": uses_continuous_batching(args),
@@ -264,6 +264,8 @@ class ExpertRoutes(Feature):
         """Ends what an earlier call of `train` has left."""
         self.own, self.gathered = {}, {}
         self.before_step()
+        if self._tape is None:
+            self.rest("around_loss", "before_step")
 
     def _follower(self, record: torch.Tensor) -> Follower:
         return Follower(self.routers, record, self.replays, counts_ties=not self.ties)

@@ -54,6 +54,8 @@ class OverflowProbe(Feature):
     def on_train_begin(self) -> None:
         """Probes again in each call of `train`."""
         self._probed = {}
+        if not self._computes_in_float16():
+            self.rest("around_loss")
 
     def around_loss(self, call: Callable[[], Any]) -> Any:
         """Computes the loss; if a probe is due, measures every module.

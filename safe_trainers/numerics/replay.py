@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,22 @@ KEPT_BYTES = 256 * 2**20
 _PLAIN = (bool, int, float, str, type(None))
 
 
+@dataclass(frozen=True)
+class _Generator:
+    """A random generator.
+
+    Attributes:
+        get: Returns its state.
+        set: Sets its state.
+        cheap: Whether its state is kept before each loss. Reading the states of Python and NumPy takes longer, and few
+            models use them: they are kept if the first loss of a run used them.
+    """
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    cheap: bool = False
+
+
 @dataclass
 class LossCall:
     """A loss that was computed in this step.
@@ -36,14 +53,14 @@ class LossCall:
     Attributes:
         compute: Computes it again.
         inputs: The inputs of the loss by name.
-        random_state: The states of the random generators of torch, the device, Python and NumPy before it.
+        random_state: The states of the random generators before it, by name.
         seed: The gradient of the loss itself, as the backward pass got it: the loss scale, divided by the number of
             batches in a step. `None` before the backward pass.
     """
 
     compute: Callable[[], Any]
     inputs: Mapping[str, Any]
-    random_state: tuple[Any, ...]
+    random_state: Mapping[str, Any]
     seed: torch.Tensor | None = None
 
     @property
@@ -71,6 +88,7 @@ class Replay:
     run: Run
     calls: deque[LossCall] = field(default_factory=deque)
     before: deque[LossCall] = field(default_factory=deque)
+    _generators: dict[str, _Generator] | None = None
 
     @property
     def possible(self) -> bool:
@@ -92,8 +110,11 @@ class Replay:
         Returns:
             What `compute` returns.
         """
-        call = LossCall(compute, self.run.loss_inputs, _random_state(self.run.accelerator.device))
+        generators = self._generators or _all_generators(self.run.accelerator.device)
+        call = LossCall(compute, self.run.loss_inputs, {name: g.get() for name, g in generators.items()})
         result = compute()
+        if self._generators is None:
+            self._generators = {n: g for n, g in generators.items() if g.cheap or g.get() != call.random_state[n]}
         loss = loss_of(result)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss.register_hook(call.note_seed)
@@ -142,7 +163,9 @@ class Replay:
                     torch.enable_grad(),
                 ):
                     stack.enter_context(context)
-                _set_random_state(call.random_state, run.accelerator.device)
+                for name, generator in _all_generators(run.accelerator.device).items():
+                    if name in call.random_state:
+                        generator.set(call.random_state[name])
                 with run.trainer.compute_loss_context_manager():
                     loss = loss_of(call.compute())
                 loss.backward((call.seed * factor).to(loss.dtype))
@@ -159,18 +182,31 @@ def loss_of(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _random_state(device: torch.device) -> tuple[Any, ...]:
-    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), on_device, random.getstate(), np.random.get_state()
+def _all_generators(device: torch.device) -> dict[str, _Generator]:
+    """The random generators that a loss can use, by name."""
+    found = {
+        "torch": _Generator(torch.get_rng_state, torch.set_rng_state, cheap=True),
+        "python": _Generator(random.getstate, random.setstate),
+        "numpy": _Generator(_numpy_state, _set_numpy_state),
+    }
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        found["device"] = _Generator(
+            partial(module.get_rng_state, device), partial(module.set_rng_state, device=device), cheap=True
+        )
+    return found
 
 
-def _set_random_state(state: tuple[Any, ...], device: torch.device) -> None:
-    on_host, on_device, pythons, numpys = state
-    torch.set_rng_state(on_host)
-    if on_device is not None:
-        torch.get_device_module(device).set_rng_state(on_device, device)
-    random.setstate(pythons)
-    np.random.set_state(numpys)
+def _numpy_state() -> tuple[Any, ...]:
+    """NumPy's random state, as values that compare with `==`."""
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return (name, keys.tobytes(), *rest)
+
+
+def _set_numpy_state(state: tuple[Any, ...]) -> None:
+    name, keys, *rest = state
+    np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
 
 
 @contextlib.contextmanager

@@ -66,6 +66,7 @@ class Reporter(Feature):
     def on_train_begin(self) -> None:
         """Makes the next loss record compute dtypes again, if the report is not confirmed."""
         self._products = None
+        self._rest_if_confirmed()
 
     def on_train_end(self) -> None:
         """Shows the plan if no step was taken."""
@@ -119,6 +120,11 @@ class Reporter(Feature):
         self._show(self.confirmed)
         for problem in contradictions(self._planned, groups):
             self.run.warn_once(problem, key=problem.what)
+        self._rest_if_confirmed()
+
+    def _rest_if_confirmed(self) -> None:
+        if not self._unconfirmed:
+            self.rest("around_loss", "before_step", "after_step")
 
     def _show(self, report: Report) -> None:
         """Prints or writes the report once, on the main process."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.errors import PrecisionError, Problem, refuse
 from ..core.feature import Feature, Run
-from ..core.trl import uses_continuous_batching
+from ..core.trl import has_rollouts, uses_continuous_batching
 from ..policy.settings import LOSS
 from .logprob_recorder import SAMPLER_KEY
 from .mismatch import Limits, limits_of
@@ -101,6 +101,11 @@ class RolloutCorrection(Feature):
         reason = next((text for text, applies in reasons.items() if applies), None)
         if corrects_generate(self.run) and reason is not None:
             yield _refusal(reason)
+
+    def on_train_begin(self) -> None:
+        """Rests in a trainer whose losses use no rollouts."""
+        if not has_rollouts(type(self.run.trainer)):
+            self.rest("on_loss_inputs", "around_loss")
 
     def around_batch(self, call: Callable[[], Any]) -> Any:
         """Generates and scores a rollout batch, and keeps the step."""

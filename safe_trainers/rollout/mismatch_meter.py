@@ -26,7 +26,7 @@ from torch import nn
 
 from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..core.feature import Feature, Run
-from ..core.trl import BUFFER_METHOD, trl_bases
+from ..core.trl import has_rollouts
 from ..experts.routes import ExpertRoutes
 from ..model.parts import unwrap
 from ..policy.sampling import CORRECTION
@@ -74,7 +74,7 @@ class MismatchMeter(Feature):
         self._turn: Turn | None = None  # the turn that is being generated
         self._forwards: list[torch.Tensor] | None = None  # log-probabilities of forward passes to measure, each (B, C)
         self._prompts: Any = ()  # token ids of the prompts of the next turn
-        self._has_rollouts = any(BUFFER_METHOD in vars(base) for base in trl_bases(type(run.trainer)))
+        self._has_rollouts = has_rollouts(type(run.trainer))
         self._limits = limits_of(run.args)
         self._in_batch = False  # whether a rollout batch is being made
         self._infinite: Problem | None = None  # the refusal of its infinite rewards
@@ -89,6 +89,8 @@ class MismatchMeter(Feature):
         self.gathered: dict[str, torch.Tensor] = {}
         self._dropout: bool | None = None  # whether dropout is active in training; `None` if unknown
         self._logged: set[str] = set()
+        if not self._has_rollouts:
+            self.rest("around_loss", "on_inputs")
 
     # ---- Around what TRL does ----
 

@@ -191,6 +191,7 @@ class PrecisionMixin(ExactCheckpoints):
                 f"{type(self).__name__} cannot train: {trainers} was built without `Trainer.__init__`, where the "
                 f"precision of a run is decided. Use {trainers} itself"
             )
+        self._run.wake()
         self._run.tell("on_train_begin")
         if not any(isinstance(callback, _Events) for callback in self.callback_handler.callbacks):
             # First in the list, so that the user's callbacks see the features' results of the step.
