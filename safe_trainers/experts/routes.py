@@ -264,7 +264,8 @@ class ExpertRoutes(Feature):
         """Ends what an earlier call of `train` has left."""
         self.own, self.gathered = {}, {}
         self.before_step()
-        if self._tape is None:
+        if not self.follows:
+            self.rest("before_rollout", "around_rollout", "around_batch", "before_scoring", "around_scoring")
             self.rest("around_loss", "before_step")
 
     def _follower(self, record: torch.Tensor) -> Follower:

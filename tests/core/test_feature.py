@@ -144,3 +144,30 @@ def test_at_most_four_classes_of_ours_and_one_override_of_train():
     own = [cls for cls in SafeGRPOTrainer.__mro__ if cls.__module__.startswith("safe_trainers")]
     assert [cls.__name__ for cls in own] == ["SafeGRPOTrainer", "PrecisionMixin", "ExactCheckpoints", "PrecisionBase"]
     assert [cls for cls in own if "train" in vars(cls)] == [PrecisionMixin]
+
+
+def test_a_feature_rests_in_a_hook_until_train_is_called_again():
+    calls = []
+
+    class Resting(Feature):
+        def on_train_begin(self):
+            calls.append("begin")
+
+        def around_loss(self, call):
+            calls.append("loss")
+            self.rest("around_loss")
+            return call()
+
+        def after_step(self, skipped):
+            calls.append("step")
+
+    class WithResting(SafeSFTTrainer):
+        features = (*SafeSFTTrainer.features, Resting)
+
+    trainer = WithResting(**cells.arguments(Cell("text", "sft", "fp32", None), cells.PLAIN["sft"], steps=2))
+    trainer.train()
+    assert calls == ["begin", "loss", "step", "step"]
+    trainer.args.max_steps = 3
+    trainer.train()
+    assert calls[4:6] == ["begin", "loss"]
+    assert calls.count("loss") == 2

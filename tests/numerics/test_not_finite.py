@@ -4,12 +4,14 @@ import ast
 import copy
 import json
 import math
+import random
 import re
 import warnings
 from functools import partial
 from pathlib import Path
 
 import cells
+import numpy as np
 import pytest
 import torch
 from cells import Cell
@@ -367,6 +369,22 @@ def test_a_fault_that_does_not_return_is_said_to_be_one():
     (message,) = warned(trainer)
     assert "1 of its losses, computed again, and their gradients are finite" in message
     assert "a kernel that is not deterministic, or the hardware" in message
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(()).item()])
+def test_a_second_pass_draws_the_same_random_numbers(draw):
+    trainer, drawn = build(flag="bf16"), []
+
+    def hook(module, args, output):
+        drawn.append((trainer.state.global_step, draw()))
+        return spoil(output) if trainer.state.global_step == 1 else output
+
+    trainer.model.model.norm.register_forward_hook(hook)
+    (message,) = warned(trainer)
+    assert "`model.norm` is the first module" in message
+    first, again = (value for step, value in drawn if step == 1)
+    assert first == again
+    assert len({value for _, value in drawn}) == STEPS
 
 
 def test_an_optimizer_that_skips_on_the_device_is_explained_before_the_next_step(monkeypatch):
