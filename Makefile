@@ -7,10 +7,13 @@ BIN := $(VENV)/bin
 DEEPSPEED := $(VENV)/deepspeed
 VLLM := $(VENV)/vllm
 STAMP := $(VENV)/.installed
+GPU_PYTHON ?= 3.12
+GPU_SITE := $(VENV)/gpu-site
+GPU_RUN = $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$$PWD" $(PYTHON),$(BIN)/python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-experts bench-sampler every-family evidence docs upstream compat house release-check clean
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-experts bench-sampler every-family evidence docs gpu-wheels gpu-evidence upstream compat house release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -148,6 +151,24 @@ schema: setup ## write the schema of recipes for the installed TRL, which `valid
 
 house: setup ## compare the structure of the package with its targets: imports, counts, the paths of four values
 	@$(BIN)/python tools/house.py
+
+# With WHEELS, packages are installed into GPU_SITE, and not into the machine's own Python.
+gpu-wheels: setup ## collect in WHEELS=folder the packages that an offline GPU machine lacks, for its GPU_PYTHON=3.12 (46 MB)
+	@for package in trl datasets bitsandbytes peft rich 'dill<0.4.2' 'multiprocess<0.70.20'; do \
+		pinned=$$(grep "^$$package==" constraints.txt || echo "$$package"); \
+		$(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: \
+			--python-version $(GPU_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 \
+			--platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+			--dest $(WHEELS) "$$pinned" || exit 1; \
+	done
+
+gpu-evidence: $(if $(WHEELS),,setup) ## measure on a CUDA device, in at most nine minutes: docs/gpu.md; offline with WHEELS=folder
+	@if test -n '$(WHEELS)'; then \
+		$(PYTHON) -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-compile --upgrade \
+			--target $(GPU_SITE) $(WHEELS)/*.whl; \
+	fi
+	@$(GPU_RUN) benchmarks/gpu_evidence.py $(ARGS)
+	@$(GPU_RUN) tools/gpu_page.py
 
 upstream: setup ## run the scripts that show faults of the libraries below: docs/upstream.md (4 minutes)
 	@$(BIN)/python upstream/run.py

@@ -8,7 +8,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,24 @@ def prepared(point: Point) -> tuple[str, dict[str, Any]]:
     point = {"steps_per_generation": 1, "images": 1, "tokens": None, "hidden": None, "batch": 4, **point}
     weights = point.get("weights", "bf16")
     cell = cells.Cell(
-        point["family"], point["task"], weights.removeprefix("4-bit "), "bf16", lora="lora" in point["kind"]
+        point["family"],
+        point["task"],
+        weights.removeprefix("4-bit "),
+        point.get("flag", "bf16"),
+        lora="lora" in point["kind"],
     )
-    changes: dict[str, Any] = {"steps": point["steps"], "logging_steps": point["steps"]}
+    changes: dict[str, Any] = {
+        "steps": point["steps"],
+        "logging_steps": point["steps"],
+        "use_cpu": point.get("use_cpu", True),
+    }
     if "new_tokens" in point:
         changes["max_completion_length"] = point["new_tokens"]
         changes["generation_kwargs"] = {"min_new_tokens": point["new_tokens"]}
         changes["num_generations"] = point["batch"]
     if weights.startswith("4-bit"):
-        changes["model_init_kwargs"] = {"dtype": "bfloat16", "quantization_config": four_bits()}
+        dtype = weights.removeprefix("4-bit ")
+        changes["model_init_kwargs"] = {"dtype": str(cells.SHORT[dtype])[6:], "quantization_config": four_bits(dtype)}
     changes["per_device_train_batch_size"] = point["batch"]
     if point["task"] == "grpo":
         changes["steps_per_generation"] = point["steps_per_generation"]
@@ -83,7 +92,9 @@ def prepared(point: Point) -> tuple[str, dict[str, Any]]:
         rows = [{"input_ids": [index + 5] * point["tokens"]} for index in range(64)]
         arguments["train_dataset"] = datasets.Dataset.from_list(rows)
     if point["hidden"]:
-        arguments["model"] = wide(point["hidden"]) if point["family"] == "text" else wide_with_images(point["hidden"])
+        layers = point.get("layers", 4)
+        make = wide if point["family"] == "text" else wide_with_images
+        arguments["model"] = make(point["hidden"], layers)
     if cell.lora:
         modules: Any = ["q_proj", "v_proj"]
         if "new_tokens" in point and point["family"] != "text":
@@ -98,37 +109,37 @@ def several_images(dataset: Any, images: int) -> Any:
 
 
 @functools.cache
-def wide(hidden: int) -> str:
-    """Saves a Llama of four layers with a hidden size."""
+def wide(hidden: int, layers: int = 4) -> str:
+    """Saves a Llama with a hidden size and a number of layers."""
     import cells
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = cells.folder("text")
     config = AutoConfig.from_pretrained(source)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = hidden, 3 * hidden, 4
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = hidden, 3 * hidden, layers
     config.num_attention_heads = config.num_key_value_heads = hidden // 32
     config.head_dim = 32
-    folder = Path(cells._root().name) / f"wide-{hidden}"
+    folder = Path(cells._root().name) / f"wide-{hidden}-{layers}"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return str(folder)
 
 
 @functools.cache
-def wide_with_images(hidden: int) -> str:
-    """Saves a LLaVA of four text layers with a hidden size, and a tower of eight layers on 196 patches."""
+def wide_with_images(hidden: int, layers: int = 4) -> str:
+    """Saves a LLaVA with a hidden size and a number of text layers, and a tower of eight layers on 196 patches."""
     import cells
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     source = cells.folder("llava")
     config = AutoConfig.from_pretrained(source)
     text, vision = config.text_config, config.vision_config
-    text.hidden_size, text.intermediate_size, text.num_hidden_layers = hidden, 3 * hidden, 4
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = hidden, 3 * hidden, layers
     text.num_attention_heads = text.num_key_value_heads = hidden // 32
     text.head_dim = 32
     vision.hidden_size, vision.intermediate_size, vision.num_hidden_layers = hidden // 2, 2 * hidden, 8
     vision.num_attention_heads, vision.image_size, vision.patch_size = hidden // 64, 112, 8
-    folder = Path(cells._root().name) / f"wide-images-{hidden}"
+    folder = Path(cells._root().name) / f"wide-images-{hidden}-{layers}"
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     processor = AutoProcessor.from_pretrained(source)
     processor.patch_size = 8
@@ -138,12 +149,12 @@ def wide_with_images(hidden: int) -> str:
     return str(folder)
 
 
-def four_bits() -> Any:
-    """Returns the configuration of a 4-bit base that computes in bfloat16."""
-    import torch
+def four_bits(dtype: str) -> Any:
+    """Returns the configuration of a 4-bit base that computes in a dtype, such as `"bf16"`."""
+    import cells
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=cells.SHORT[dtype])
 
 
 def construct(point: Point, safe: bool) -> Any:
@@ -205,7 +216,9 @@ class Turns:
         self.give(mine)
 
 
-def in_turns(trainers: Mapping[bool, Any], first: bool, window: int = 1) -> dict[bool, list[float]]:
+def in_turns(
+    trainers: Mapping[bool, Any], first: bool, window: int = 1, clock: Callable[[], float] = time.thread_time
+) -> dict[bool, list[float]]:
     """Trains two trainers in turns, one window of steps each, so that disturbances affect both.
 
     Each step starts with the same random state in both trainers, so that they sample the same tokens.
@@ -214,9 +227,10 @@ def in_turns(trainers: Mapping[bool, Any], first: bool, window: int = 1) -> dict
         trainers: The stock (`False`) and the safe (`True`) trainer, or one of them.
         first: The key of the trainer that starts.
         window: Number of steps in a window: the steps of one rollout.
+        clock: Returns the time in seconds; by default the CPU time of the thread.
 
     Returns:
-        The CPU seconds of each window of both, without the first two.
+        The seconds of each window of both, without the first two.
 
     Raises:
         BaseException: The error of a trainer, after the other trainer has finished.
@@ -232,19 +246,21 @@ def in_turns(trainers: Mapping[bool, Any], first: bool, window: int = 1) -> dict
             self.mine, self.steps, self.began = mine, 0, 0.0
 
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began = time.thread_time()
+            self.began = clock()
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            seeding = clock()
             torch.manual_seed(self.steps)
+            self.began += clock() - seeding  # of the comparison, not of the step
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             self.steps += 1
             if self.steps % window:
                 return
-            seconds[self.mine].append(time.thread_time() - self.began)
+            seconds[self.mine].append(clock() - self.began)
             turns.give(self.mine)
             turns.wait(self.mine)
-            self.began = time.thread_time()
+            self.began = clock()
 
     def run(mine: bool) -> None:
         turns.wait(mine)

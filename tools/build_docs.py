@@ -17,6 +17,7 @@ from cli_page import cli_page
 from config_page import config_page
 from experts_page import experts_page
 from families_page import families_page
+from gpu_page import gpu_page
 from growth_page import growth_page
 from recipes_page import recipes_page
 from refusals_page import errors_page, refusals_page
@@ -39,6 +40,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "evidence": evidence_page.page,
     "experts": experts_page,
     "families": families_page,
+    "gpu": gpu_page,
     "growth": growth_page,
     "matrix": evidence_page.matrix_page,
     "metric_runs": metrics_page.metric_runs_page,

@@ -92,10 +92,12 @@ def page() -> str:
                 "float32",
                 "weights and `bf16=True` this saves time on models that are not tiny, because autocast keeps its "
                 "casts of",
-                "frozen weights (`keep_frozen_casts`). Where a layer takes less time than its casts, it costs time;",
-                '`rollout_compute="stock"` avoids it. Towers run once for equal images (`share_media_features`). '
-                "Eight",
-                "completions of each prompt:",
+                "frozen weights (`keep_frozen_casts`). It costs time where a layer takes less time than its casts, "
+                "and for long",
+                "completions on a CPU, because torch's CPU attention of one query to 512 keys takes about seven "
+                "times as long in",
+                'bfloat16 as in float32; `rollout_compute="stock"` avoids it. Towers run once for equal images',
+                "(`share_media_features`). Eight completions of each prompt:",
                 "",
                 *_rollouts(parts["rollouts"]),
                 "",

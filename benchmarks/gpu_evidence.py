@@ -1,0 +1,130 @@
+"""Measures on a CUDA device what the pages say of CPUs: combinations, cost, memory, mismatch, skipped steps.
+
+    python benchmarks/gpu_evidence.py            # on a machine with a CUDA device, in at most nine minutes
+    python benchmarks/gpu_evidence.py --small    # the same measurements in a small form on a CPU
+
+Each section runs in its own process with a time limit and keeps the rows that it has measured, so that one that fails
+leaves the others. Results are in `benchmarks/results/gpu.json`; `make docs` makes the page. The small form needs
+`--out`, so that it never replaces results of a GPU.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import quiet  # noqa: F401  (sets the environment)
+from gpu_sections import FORMS, SECTIONS, SIDES
+
+
+RESULT = Path(__file__).parent / "results" / "gpu.json"
+PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft", "accelerate", "bitsandbytes", "vllm")
+LIMIT = 540
+"""Seconds of all sections together."""
+
+
+def main() -> int:
+    """Runs the sections, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="the small form, on a CPU")
+    parser.add_argument("--only", help=f"sections, separated by commas, of {', '.join(SECTIONS)}")
+    parser.add_argument("--out", type=Path, help="the file to write")
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    form = FORMS["small" if options.small else "gpu"]
+    if options.section:
+        with options.out.open("w", encoding="utf-8") as rows:
+            for row in SECTIONS[options.section][0](form):
+                print(json.dumps(row), file=rows, flush=True)
+        return 0
+    import torch
+
+    if not options.small and not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device; `--small --out FILE` runs a small form on the CPU")
+    if options.small and options.out is None:
+        parser.error("`--small` needs `--out FILE`: results of a CPU do not replace those of a GPU")
+    names = options.only.split(",") if options.only else list(SECTIONS)
+    if unknown := set(names) - set(SECTIONS):
+        parser.error(f"--only {','.join(sorted(unknown))}: the sections are {', '.join(SECTIONS)}")
+    path = options.out or RESULT
+    content: dict[str, Any] = {
+        "command": "python benchmarks/gpu_evidence.py" + (" --small" if options.small else ""),
+        "form": form.name,
+        "device": "CPU" if options.small else torch.cuda.get_device_name(),
+        "machine": platform.machine(),
+        "versions": versions(),
+        "sections": {},
+    }
+    began = time.perf_counter()
+    for name in names:
+        left = LIMIT - (time.perf_counter() - began)
+        content["sections"][name] = run_section(name, options.small, min(SECTIONS[name][1], left), path)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(*summary(content), sep="\n")
+    failed = [name for name, found in content["sections"].items() if "error" in found]
+    return 1 if failed else 0
+
+
+def versions() -> dict[str, str]:
+    """The versions of the installed packages."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def run_section(name: str, small: bool, limit: float, path: Path) -> dict[str, Any]:
+    """Runs a section in a process.
+
+    Args:
+        name: The section.
+        small: Whether it is the small form.
+        limit: Its time limit in seconds.
+        path: The file of all results; the section writes one beside it.
+
+    Returns:
+        The `rows` that it measured, its `seconds`, and an `error` if it did not end well.
+    """
+    out = path.with_suffix(f".{name}.jsonl")
+    command = [sys.executable, __file__, "--section", name, "--out", str(out), *(["--small"] if small else [])]
+    began, error = time.perf_counter(), None
+    if limit <= 0:
+        return {"rows": [], "error": f"not run: no time was left of {LIMIT} s", "seconds": 0.0}
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        if run.returncode:
+            error = next(iter(run.stderr.strip().splitlines()[-1:]), f"status {run.returncode}")
+    except subprocess.TimeoutExpired:
+        error = f"not done after {limit:.0f} s"
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
+    out.unlink(missing_ok=True)
+    found = {"rows": rows, "seconds": round(time.perf_counter() - began, 1)}
+    return found if error is None else {**found, "error": error}
+
+
+def summary(content: dict[str, Any]) -> list[str]:
+    """A line for each section."""
+    lines = [f"{content['device']}, {content['form']} form"]
+    for name, found in content["sections"].items():
+        rows = found["rows"]
+        text = f"{len(rows)} rows"
+        if name == "matrix":
+            trained = {side: sum(row[side] == "trained" for row in rows) for side in SIDES}
+            text = f"stock trains {trained['stock']} of {len(rows)}, safe {trained['safe']}"
+        elif len(rows) == 1:
+            text = ", ".join(f"{key} {value}" for key, value in rows[0].items())
+        text += f"; failed: {found['error']}" if "error" in found else ""
+        lines.append(f"  {name:<9} {found['seconds']:6.1f} s  {text}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The measurements for a GPU run in a small form on a CPU, and their page says what was measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from gpu_page import COMMAND, WHAT, gpu_page  # noqa: E402
+
+
+SCRIPT = ROOT / "benchmarks" / "gpu_evidence.py"
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpu") / "small.json"
+    made = run("--small", "--out", str(path))
+    assert made.returncode == 0, made.stdout + made.stderr
+    return path, made.stdout
+
+
+def test_every_section_measures(measured):
+    path, printed = measured
+    sections = json.loads(path.read_text())["sections"]
+    assert list(sections) == list(WHAT)
+    assert not [name for name, found in sections.items() if "error" in found]
+    assert "stock trains 1 of 3, safe 3" in printed
+    skipped = {row["trainer"]: row for row in sections["skipped"]["rows"]}
+    assert skipped["stock"]["schedule"] == skipped["stock"]["steps"] > skipped["stock"]["taken"]  # it runs ahead
+    assert 0 < skipped["safe"]["taken"] == skipped["safe"]["schedule"] < skipped["safe"]["steps"]
+    fp16, pictures = sections["cost"]["rows"]
+    assert "error" in fp16["stock"]  # 4-bit with bf16 adapters under a loss scaler
+    assert fp16["safe"]["seconds"] > 0
+    assert pictures["safe"]["media"] == pictures["stock"]["media"] / 2
+    assert len(pictures["ratios"]) == 2
+    mismatch = {(row["precision"], row["tokens"]): row["logp_mismatch_mean"] for row in sections["mismatch"]["rows"]}
+    assert all(mismatch["fp16", length] < mismatch["bf16", length] / 3 for length in (8, 16))
+    assert sections["tests"]["rows"][0]["collected"] > 30
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_page_says_what_was_measured(measured):
+    path, _ = measured
+    page = gpu_page(path)
+    assert "Measured on CPU" in page
+    assert "Stock TRL trains 1 of 3, safe-trainers 3." in page
+    assert "`ValueError: Attempting to unscale FP16 gradients.` | trained |" in page
+    assert "Not complete" not in page
+
+
+def test_a_section_that_fails_leaves_the_others_and_its_rows(tmp_path, measured):
+    content = json.loads(measured[0].read_text())
+    content["sections"]["mismatch"] |= {"rows": [], "error": "not done after 110 s"}
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(content))
+    page = gpu_page(path)
+    assert "No results.\n\nNot complete: `not done after 110 s`" in page
+    assert "safe-trainers 3." in page
+
+
+def test_without_results_the_page_claims_nothing(tmp_path):
+    page = gpu_page(tmp_path / "gpu.json")
+    assert "Nothing has been measured on a GPU yet" in page
+    assert COMMAND[1] in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--small"], "`--small` needs `--out FILE`"),
+        (["--small", "--out", "here.json", "--only", "speed"], "--only speed: the sections are matrix, "),
+        (["--only", "matrix"], "this machine has no CUDA device"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    if "no CUDA" in message:
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a CUDA device")
+    made = run(*arguments)
+    assert made.returncode == 2
+    assert message in made.stderr
+    assert not (ROOT / "here.json").exists()
