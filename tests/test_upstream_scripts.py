@@ -53,6 +53,28 @@ def test_the_results_are_those_of_the_scripts():
     assert upstream_page() == (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
 
 
+def test_the_page_shows_the_verdicts_of_other_releases(tmp_path, monkeypatch):
+    pairs = {"trl-1.4": {"upstream": {"transformers_static_cache": "FIXED"}}, "newest": {}}
+    (tmp_path / "compat.json").write_text(json.dumps({"pairs": pairs}))
+    monkeypatch.setattr("upstream_page.COMPAT", tmp_path / "compat.json")
+    page = upstream_page()
+    assert "| script | trl-1.4 |" in page
+    assert "| transformers_static_cache | FIXED |" in page
+    assert "| transformers_media_dtype | NOT RUN |" in page
+
+
+def test_results_go_to_the_file_that_is_asked_for(tmp_path, monkeypatch, capsys):
+    before = RESULT.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["run.py", QUICK[0], "--out", str(tmp_path / "here.json")])
+    assert RUN.main() == 0
+    assert list(json.loads((tmp_path / "here.json").read_text())["scripts"]) == [QUICK[0]]
+    assert RESULT.read_bytes() == before
+    monkeypatch.setattr(sys, "argv", ["run.py", "unknown"])
+    with pytest.raises(SystemExit):
+        RUN.main()
+    assert "no script has the name unknown" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_script_still_prints_its_fault(name):
     result = RUN.run(ROOT / "upstream" / f"{name}.py")

@@ -11,6 +11,7 @@ from results import versions_of
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "upstream.json"
+COMPAT = RESULT.with_name("compat.json")
 
 
 def runner() -> Any:
@@ -52,6 +53,7 @@ def upstream_page() -> str:
             f"| [{file.stem}](#{file.stem.replace('_', '-')}) | {result['verdict']} | {result.get('number', '')} | "
             f"{about['question']} |"
         )
+    lines += _by_release(list(found))
     for file in scripts.scripts():
         about, result = scripts.described(file), found.get(file.stem, {})
         lines += ["", f"## {file.stem}", "", about["fault"], ""]
@@ -63,3 +65,20 @@ def upstream_page() -> str:
         f"*Made from `upstream/` and `benchmarks/results/upstream.json` by `make docs`; {versions_of(measured)}.*",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _by_release(names: list[str]) -> list[str]:
+    """A table of the verdicts in each pair of releases that `make compat` has run the scripts in."""
+    whole = json.loads(COMPAT.read_text(encoding="utf-8"))["pairs"] if COMPAT.is_file() else {}
+    pairs = {name: pair["upstream"] for name, pair in whole.items() if "upstream" in pair}
+    if not pairs:
+        return []
+    rows = [f"| {name} | " + " | ".join(pair.get(name, "NOT RUN") for pair in pairs.values()) + " |" for name in names]
+    return [
+        "",
+        "With other releases:",
+        "",
+        f"| script | {' | '.join(pairs)} |",
+        "|---" * (len(pairs) + 1) + "|",
+        *rows,
+    ]

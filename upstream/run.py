@@ -2,6 +2,7 @@
 
     python upstream/run.py                # all scripts
     python upstream/run.py NAME ...       # some of them; the results of the others stay
+    python upstream/run.py --out FILE     # writes another file
     VLLM=path/to/python python upstream/run.py    # the scripts that need vLLM run in that environment
 
 Each script shows one fault of a library that this package works around. It imports nothing of this package, and prints
@@ -9,6 +10,7 @@ Each script shows one fault of a library that this package works around. It impo
 package that can become simpler when it is fixed (`MECHANISMS`), and what the number is (`QUESTION`).
 """
 
+import argparse
 import ast
 import json
 import os
@@ -78,8 +80,14 @@ def installed() -> dict[str, str]:
 
 def main() -> int:
     """Runs the scripts; the exit status is 1 if one of them cannot run."""
-    chosen = [file for file in scripts() if not sys.argv[1:] or file.stem in sys.argv[1:]]
-    before = json.loads(RESULT.read_text(encoding="utf-8"))["scripts"] if RESULT.is_file() else {}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of scripts; all by default")
+    parser.add_argument("--out", type=Path, default=RESULT, help="the file to write")
+    options = parser.parse_args()
+    if unknown := set(options.names) - {file.stem for file in scripts()}:
+        parser.error(f"no script has the name {', '.join(sorted(unknown))}")
+    chosen = [file for file in scripts() if not options.names or file.stem in options.names]
+    before = json.loads(options.out.read_text(encoding="utf-8"))["scripts"] if options.out.is_file() else {}
     results = {}
     for file in chosen:
         results[file.stem] = run(file)
@@ -91,7 +99,7 @@ def main() -> int:
         "versions": installed(),
         "scripts": {name: result for name, result in known.items() if result is not None},
     }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return int(any(result["verdict"] == "ERROR" for result in results.values()))
 
 

@@ -260,6 +260,23 @@ def run_slice(python: Path, name: str, jobs: int) -> dict[str, Any]:
     }
 
 
+def run_upstream(python: Path, name: str) -> dict[str, str]:
+    """Runs the scripts that show faults of the libraries below in an environment.
+
+    Args:
+        python: Of the environment.
+        name: Of the pair.
+
+    Returns:
+        The verdict of each script: `"FAULT"`, `"FIXED"`, or that it does not run with these versions.
+    """
+    out = ENVIRONMENTS / f"upstream-{name}.json"
+    out.unlink(missing_ok=True)
+    subprocess.run([str(python), "upstream/run.py", "--out", str(out)], cwd=ROOT, env=surroundings(), check=False)
+    found = json.loads(out.read_text(encoding="utf-8"))["scripts"]
+    return {script: result["verdict"] for script, result in found.items()}
+
+
 def surroundings() -> dict[str, str]:
     """The environment variables of a run: one thread, nothing downloaded, nothing of the calling environment."""
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -286,7 +303,9 @@ def main() -> int:
     names = [pair.name for pair in (*PAIRS, *OPTIONAL)]
     parser.add_argument("--pairs", nargs="*", choices=names, help="these alone")
     parser.add_argument("--only-install", action="store_true", help="make the environments and stop")
-    parser.add_argument("--part", choices=("core", "slice"), help="this part alone; the other's results stay")
+    parser.add_argument(
+        "--part", choices=("core", "slice", "upstream"), help="this part alone; results of others stay"
+    )
     parser.add_argument(
         "--failed", action="store_true", help="of the core suite, what failed in the committed results"
     )
@@ -309,10 +328,12 @@ def main() -> int:
         result = {**whole.get("pairs", {}).get(pair.name, {}), "versions": installed(python)}
         if options.failed:
             result["core"] = run_failed(python, result["core"], report)
-        elif options.part != "slice":
+        elif options.part in (None, "core"):
             result["core"] = run_suite(python, core(), report)
-        if options.part != "core" and not options.failed:
+        if options.part in (None, "slice") and not options.failed:
             result["slice"] = run_slice(python, pair.name, options.jobs)
+        if options.part in (None, "upstream") and not options.failed:
+            result["upstream"] = run_upstream(python, pair.name)
         record(pair.name, result)
         suite = result.get("core", {})
         table.add_row(pair.name, *(str(suite.get(key)) for key in ("passed", "failed", "skipped", "seconds")))
