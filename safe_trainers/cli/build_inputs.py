@@ -142,7 +142,7 @@ def _make(recipe: Any, console: Console, name: str, folder_name: str, steps: int
         made = scratch / "model"
         if state.is_main_process:
             tiny.save(family, made, seed=recipe.training.seed)
-        state.wait_for_everyone()
+        _copy_to_machines(made, state)
         if steps:
             _warm_up(recipe, made, console, steps, bias)
         state.wait_for_everyone()
@@ -150,8 +150,41 @@ def _make(recipe: Any, console: Console, name: str, folder_name: str, steps: int
             if folder.exists():
                 shutil.rmtree(folder)
             made.rename(folder)
-    state.wait_for_everyone()
+    _copy_to_machines(folder, state, renew=True)
     return str(folder)
+
+
+def _copy_to_machines(folder: Path, state: Any, renew: bool = False) -> None:
+    """Copies the folder of an embedded model to machines that do not see the files of the main process.
+
+    Args:
+        folder: The folder, which the main process has written.
+        state: accelerate's state.
+        renew: Whether such a machine may have an older folder, which is replaced.
+    """
+    from accelerate.utils import broadcast_object_list, gather_object
+
+    state.wait_for_everyone()
+    token = [uuid.uuid4().hex if state.is_main_process else ""]
+    mark = folder / f".{broadcast_object_list(token)[0]}"
+    if state.is_main_process:
+        mark.touch()
+    state.wait_for_everyone()
+    needs = state.is_local_main_process and not mark.is_file()
+    if any(gather_object([needs])):
+        paths = [path for path in folder.rglob("*") if path.is_file()] if state.is_main_process else []
+        content = [{str(path.relative_to(folder)): path.read_bytes() for path in paths}]
+        broadcast_object_list(content)
+        if needs:
+            if renew and folder.exists():
+                shutil.rmtree(folder)
+            for name, data in content[0].items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(data)
+    state.wait_for_everyone()
+    if state.is_local_main_process:
+        mark.unlink(missing_ok=True)
+    state.wait_for_everyone()
 
 
 @contextlib.contextmanager
@@ -164,7 +197,7 @@ def _scratch_folder(folder: Path, state: Any) -> Iterator[Path]:
     try:
         yield scratch
     finally:
-        if state.is_main_process:
+        if state.is_local_main_process:
             shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -24,6 +24,8 @@ import yaml
 from ..core import errors
 from ..core.errors import RecipeError, SafeTrainersError
 from .launch_env import CRASHED, ENGINE, ERROR_FILE, PROCESSES, REFUSED, RESUME_COMMAND, SHARED_FOLDER, STOPPED
+from .machines import Machines, read_machines
+from .phases import show_phase
 from .signals import REPEATED, SIGNALS, end_by
 
 
@@ -58,14 +60,21 @@ def find_config(name: str) -> Path:
     return Path(name) if os.path.isfile(name) else find(name, "configs")
 
 
-def launch(arguments: Sequence[str], config: str | None, processes: int | None, resume_command: str = "") -> int:
+def launch(
+    arguments: Sequence[str],
+    config: str | None,
+    processes: int | None,
+    resume_command: str = "",
+    machines: Mapping[str, Any] | None = None,
+) -> int:
     """Runs a training command with a launch config.
 
     Args:
         arguments: The command line: the task, the recipe and its overrides.
         config: Name or file of the config; by default one process, or data parallelism for several.
-        processes: The number of processes; by default that of the config, else one per GPU.
+        processes: The number of processes on all machines; by default that of the config, else one per GPU.
         resume_command: The command line of the run, which is printed with `--resume` if a signal ends it.
+        machines: The written ones of the options `FLAGS`, by name; by default those of the config.
 
     Returns:
         The exit status: 0, that of the process that was killed or failed first, or that of the signal that ended all.
@@ -75,11 +84,15 @@ def launch(arguments: Sequence[str], config: str | None, processes: int | None, 
     """
     from accelerate.utils import patch_environment
 
-    path = find_config(config or ("ddp" if (processes or 1) > 1 else "single_gpu"))
-    engine, count = _read_config(path, processes)
+    path = find_config(config or default_config(processes, machines or {}))
+    engine, count, nodes = read_config(path, processes, machines or {})
+    first_rank = nodes.rank * nodes.share(count)
+    if nodes.count > 1:
+        where = f"{nodes.address}:{nodes.port}"
+        show_phase(f"machine {nodes.rank} of {nodes.count}: waiting for the others at {where}")
     with tempfile.TemporaryDirectory(prefix="safe-trainers-launch-") as folder:
         options = ["--config_file", str(path), "--num_processes", str(count), "--mixed_precision", "no"]
-        options += ["--main_process_port", "0", "--log_dir", folder]
+        options += [*nodes.options(), "--log_dir", folder]
         options += ["--module", "safe_trainers.cli.launched", *arguments]
         # torch's launcher gives each process an error file of its own; a single process is launched without it.
         error_file = Path(folder, "0", "error.json")
@@ -93,17 +106,45 @@ def launch(arguments: Sequence[str], config: str | None, processes: int | None, 
             return int(stopped.read_text())
         if received and status:
             status, is_cause = 128 + received[0], True
-        failure = None if is_cause else _first_failure(Path(folder), count)
+        failure = None if is_cause else _first_failure(Path(folder), count, first_rank)
     if failure is not None and status:
         status, message = failure
         print(message, file=sys.stderr)
     elif status:
         print(f"error: {_describe(status)}", file=sys.stderr)
+    if status and status != REFUSED and nodes.count > 1:
+        print(f"note: this is machine {nodes.rank} of {nodes.count}; if another one failed first, its launcher printed "
+              "why", file=sys.stderr)  # fmt: skip
     return status
 
 
-def _read_config(path: Path, processes: int | None) -> tuple[str, int]:
-    """The engine of a config, and how many processes it runs."""
+def default_config(processes: int | None, machines: Mapping[str, Any]) -> str:
+    """Returns the name of the config for a launch without one.
+
+    Args:
+        processes: The requested number of processes.
+        machines: The written ones of the options `FLAGS`, by name.
+    """
+    return "ddp" if (processes or 1) > 1 or (machines.get("num_machines") or 1) > 1 else "single_gpu"
+
+
+def read_config(
+    path: Path, processes: int | None, machines: Mapping[str, Any] | None
+) -> tuple[str, int, Machines]:
+    """Reads a launch config.
+
+    Args:
+        path: Its file.
+        processes: The number of processes on all machines; by default that of the config, else one per GPU.
+        machines: The written ones of the options `FLAGS`, by name; they win over the config. `None` if another
+            launcher has decided about the machines.
+
+    Returns:
+        Its `distributed_type`, how many processes it runs, and on which machines.
+
+    Raises:
+        RecipeError: If the command cannot be launched with this config.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -117,7 +158,8 @@ def _read_config(path: Path, processes: int | None) -> tuple[str, int]:
     if str(precision).lower() not in ("no", "false"):
         print(f"note: mixed_precision: {precision} of {path} is ignored: the recipe sets the precision of the run",
               file=sys.stderr)  # fmt: skip
-    count = processes or content.get("num_processes") or _gpu_count()
+    nodes = Machines() if machines is None else read_machines(machines, content, path.name)
+    count = processes or content.get("num_processes") or _gpu_count() * nodes.count
     if count == 0:
         raise RecipeError(f"{path} does not set num_processes, and this machine has no GPU. Write: --num_processes 2")
     if not isinstance(count, int) or count < 1:
@@ -129,7 +171,8 @@ def _read_config(path: Path, processes: int | None) -> tuple[str, int]:
             f"{path} is for several processes, but {count} was requested. Write: --accelerate_config single_gpu, or "
             "--num_processes 2"
         )
-    return engine, count
+    nodes.share(count)
+    return engine, count, nodes
 
 
 def _gpu_count() -> int:
@@ -199,8 +242,11 @@ def _killed(failures: Mapping[int, Any]) -> Iterator[int]:
             yield _shell_status(failure.exitcode)
 
 
-def _first_failure(folder: Path, count: int) -> tuple[int, str] | None:
-    """Exit status and message of the process that recorded the first exception; `None` if no process did."""
+def _first_failure(folder: Path, count: int, first_rank: int = 0) -> tuple[int, str] | None:
+    """Exit status and message of the process that recorded the first exception; `None` if no process did.
+
+    Each file is in a folder whose name is the local rank; `first_rank` is the rank of this machine's first process.
+    """
     # The timestamps in the records are in seconds, and a failure reaches the other processes within one second.
     files = sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
     if not files:
@@ -209,7 +255,7 @@ def _first_failure(folder: Path, count: int) -> tuple[int, str] | None:
     name, _, message = recorded["message"].partition(": ")  # torch writes the class and the message like this
     if name in _REFUSALS:
         return REFUSED, f"error: {message}"
-    rank, stack = files[0].parent.name, recorded["extraInfo"]["py_callstack"].rstrip()
+    rank, stack = first_rank + int(files[0].parent.name), recorded["extraInfo"]["py_callstack"].rstrip()
     return CRASHED, f"process {rank} of {count} failed:\n{stack}"
 
 

@@ -7,9 +7,9 @@ from ..core.errors import RecipeError
 
 
 SHARED_FOLDER = "SAFE_TRAINERS_LAUNCH_FOLDER"
-"""Environment variable: a folder that all launched processes share; it is removed at the end."""
+"""Environment variable: a folder that the launched processes of a machine share; it is removed at the end."""
 PROCESSES = "SAFE_TRAINERS_PROCESSES"
-"""Environment variable: the requested number of processes."""
+"""Environment variable: the requested number of processes on all machines."""
 ENGINE = "SAFE_TRAINERS_ENGINE"
 """Environment variable: the requested `distributed_type`."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -37,9 +37,9 @@ def check_launched(accelerator: Any) -> None:
     Raises:
         RecipeError: If the number of processes is not the requested one, or the model is not sharded as requested.
     """
-    if PROCESSES not in os.environ:
+    if ENGINE not in os.environ:
         return
-    requested, engine = int(os.environ[PROCESSES]), os.environ[ENGINE]
+    requested, engine = int(os.environ.get(PROCESSES) or os.environ["WORLD_SIZE"]), os.environ[ENGINE]
     if accelerator.num_processes != requested:
         raise RecipeError(f"requested {requested} processes, but accelerate runs {accelerator.num_processes}")
     found = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))

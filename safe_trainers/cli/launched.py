@@ -7,6 +7,8 @@ process itself prints nothing, so that the launching process can print the first
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,26 @@ from ..recipes.validate import check_recipe, split_config
 from .launch_env import CRASHED, ERROR_FILE, REFUSED, RESUME_COMMAND, SHARED_FOLDER, STOPPED
 from .main import build_parser, quieten
 from .train import recipe_arguments, run_here
+
+
+PARENT_CHECK = 1.0
+"""Seconds between two checks whether the launching process still runs."""
+
+
+def end_with_parent() -> None:
+    """Starts a thread that kills this process when the launching process has ended without ending it.
+
+    A launching process that is killed, for example for its memory, cannot end what it has launched. The processes of
+    other machines then wait for this one.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,5 +79,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while libraries are imported, an interrupt prints no traceback
     sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import RecipeError
+from .machines import FLAGS, PORT
 
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ EPILOG = """every key of a recipe is also an option, which overrides the file:
   safe-trainers grpo --config recipes/grpo/tiny_vlm_bf16.yaml --learning_rate 1e-4
 in several processes:
   safe-trainers grpo --config RECIPE --accelerate_config zero3 --num_processes 8
+on two machines, with 8 processes each; the other one gets --machine_rank 1:
+  safe-trainers grpo --config RECIPE --accelerate_config fsdp2 --num_processes 16 \
+    --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1
 """
 
 NEWEST = "true"
@@ -41,7 +45,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-processes",
         metavar="N",
         type=_count,
-        help="processes to launch; by default one per GPU",
+        help="processes to launch, on all machines together; by default one per GPU",
+    )
+    parser.add_argument(
+        "--num_machines", "--num-machines", metavar="N", type=_count, help="machines of the run; by default 1"
+    )
+    parser.add_argument(
+        "--machine_rank",
+        "--machine-rank",
+        metavar="RANK",
+        type=_number,
+        help="number of this machine, from 0; needed for several machines",
+    )
+    parser.add_argument(
+        "--main_process_ip",
+        "--main-process-ip",
+        metavar="ADDRESS",
+        help="name or IP address of machine 0; needed for several machines",
+    )
+    parser.add_argument(
+        "--main_process_port",
+        "--main-process-port",
+        metavar="PORT",
+        type=_number,
+        help=f"free port on machine 0; by default {PORT}, or any free one of a single machine",
     )
     parser.add_argument(
         "--resume",
@@ -72,6 +99,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer from 0, got {text!r}")
+    return int(text)
+
+
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Trains in this process, or in launched processes.
 
@@ -86,11 +119,21 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from ..recipes.validate import prepare
 
     argv = recipe_arguments(options, rest)
-    checked = prepare(options.command, argv, options.accelerate_config, options.num_processes)
-    asked = checked.launch if "WORLD_SIZE" not in os.environ else {}  # a launched process does not launch others
-    config = options.accelerate_config or asked.get("accelerate_config")
-    processes = options.num_processes or asked.get("num_processes")
-    if config is None and processes is None:
+    machines = {flag: getattr(options, flag) for flag in FLAGS if getattr(options, flag) is not None}
+    launched = "WORLD_SIZE" in os.environ  # such a process does not launch others
+    config = options.accelerate_config
+    if not launched and config is None and machines.get("num_machines", 1) > 1:
+        config = "ddp"
+    checked = prepare(options.command, argv, config, options.num_processes)
+    config = config or checked.launch.get("accelerate_config")
+    if launched:
+        from .join import join
+
+        join(config, options.num_processes, machines)
+        return run_here(options, checked, "")
+    machines = {flag: checked.launch[flag] for flag in FLAGS if checked.launch.get(flag) is not None} | machines
+    processes = options.num_processes or checked.launch.get("num_processes")
+    if config is None and processes is None and not machines:
         return run_here(options, checked, resume_command(options, rest))
     from .launch import launch
 
@@ -98,7 +141,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     given["--accept-changes"] = options.accept_changes
     flags = [flag for flag, is_given in given.items() if is_given]
     command = [options.command, *flags, *argv]
-    return launch(command, config, processes, resume_command(options, rest))
+    return launch(command, config, processes, resume_command(options, rest), machines)
 
 
 def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> int:
@@ -136,6 +179,7 @@ def _train(options: argparse.Namespace, checked: "Checked", command: str) -> int
     if options.verbose:
         checked = replace(checked, values={**checked.values, "precision_report": FULL})
     recipe = load_recipe(checked)
+    _compare_ranks(checked)
     if not options.dry_run:
         stopped = run_recipe(recipe, resume_command=command).stopped
         return 0 if stopped is None else 128 + stopped
@@ -149,6 +193,16 @@ def _train(options: argparse.Namespace, checked: "Checked", command: str) -> int
         return present(report, options.json)
     show_summary(summarize(report), console(width=80), "--dry-run --verbose, or --dry-run --json")
     return report.exit_status
+
+
+def _compare_ranks(checked: "Checked") -> None:
+    """Raises `RecipeError` if other processes of the run have another recipe or other versions."""
+    from ..trainer.fingerprint import compare, settings_of, versions
+
+    defaults = {} if checked.schema is None else checked.schema.defaults
+    problem = compare({**versions(), "task": checked.task, **settings_of({**defaults, **checked.values})})
+    if problem is not None:
+        raise RecipeError(problem)
 
 
 def recipe_arguments(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
@@ -177,6 +231,8 @@ def resume_command(options: argparse.Namespace, rest: Sequence[str]) -> str:
     words += ["--accelerate_config", options.accelerate_config] if options.accelerate_config else []
     words += ["--verbose"] if options.verbose else []
     words += ["--num_processes", str(options.num_processes)] if options.num_processes else []
+    for flag in FLAGS:
+        words += [f"--{flag}", str(getattr(options, flag))] if getattr(options, flag) is not None else []
     kept, dropped = [], False
     for word in rest:
         if word.startswith("--"):

@@ -30,6 +30,11 @@ REFUSALS = index(
         "use `loss_type='nll'`, or remove the head from `fp32_modules`",
     ),
     Finding(
+        "ranks-differ",
+        "the gradients of all processes are averaged, so that each process must compute the same function.",
+        "install the versions of rank 0 and use its recipe and settings on every machine",
+    ),
+    Finding(
         "two-half-formats",
         "a run can use only one half-precision dtype.",
         "drop one of the two, or write only `precision='bf16'` or `precision='fp16'`",

@@ -34,15 +34,16 @@ UPSTREAM: Mapping[str, Range] = {
         "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_generations_eval "
         "num_iterations steps_per_generation max_completion_length max_length lora_r lora_alpha "
         "torch_empty_cache_steps dataloader_prefetch_factor vllm_tensor_parallel_size vllm_max_model_length "
-        "ref_model_sync_steps ddp_timeout dataset_num_proc num_processes",
+        "ref_model_sync_steps ddp_timeout dataset_num_proc num_processes num_machines",
     ),
     **_ranges(Range(2, integer=True), "num_generations generation_batch_size"),
     **_ranges(
         Range(0, integer=True),
-        "max_tool_calling_iterations save_total_limit dataloader_num_workers num_completions_to_print",
+        "max_tool_calling_iterations save_total_limit dataloader_num_workers num_completions_to_print machine_rank",
     ),
     **_ranges(Range(0, _LARGEST_SEED, integer=True), "seed data_seed"),
     **_ranges(_PORT, "vllm_server_port vllm_group_port"),
+    "main_process_port": Range(1, 65535, integer=True),
     "max_steps": Range(-1, integer=True),
     **_ranges(
         Range(0),

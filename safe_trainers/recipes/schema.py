@@ -179,6 +179,10 @@ LAUNCH: Mapping[str, Key] = {
     for key in (
         Key("accelerate_config", (STRING, NULL), help="Launch config; `--accelerate_config` wins over it."),
         Key("num_processes", (INTEGER, NULL), help="Processes to launch; `--num_processes` wins over it."),
+        Key("num_machines", (INTEGER, NULL), help="Machines of the run; `--num_machines` wins over it."),
+        Key("machine_rank", (INTEGER, NULL), help="This machine's number, from 0; `--machine_rank` wins over it."),
+        Key("main_process_ip", (STRING, NULL), help="Address of machine 0; `--main_process_ip` wins over it."),
+        Key("main_process_port", (INTEGER, NULL), help="Port on machine 0; `--main_process_port` wins over it."),
     )
 }
 """The keys that the launching command reads, as TRL's does. Launched processes ignore them."""

@@ -60,7 +60,7 @@ class Settings:
         processes: The number of processes of the run; `None` if it is not known.
         launch: The entries of the accelerate config.
         launch_path: Its name.
-        launcher: The `accelerate_config` and `num_processes` of the file.
+        launcher: The keys of `LAUNCH` in the file: `accelerate_config`, `num_processes`, ...
         for_run: Whether the recipe is run on this machine.
     """
 

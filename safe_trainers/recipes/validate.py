@@ -47,7 +47,7 @@ class Checked:
         problems: What was found, by file and line.
         values: Its values, in the types of their keys, with the command line's overrides.
         schema: The keys that it was checked against; `None` if its task is not known.
-        launch: Its `accelerate_config` and `num_processes`.
+        launch: Its keys of `LAUNCH`: `accelerate_config`, `num_processes`, ...
     """
 
     task: str
@@ -405,13 +405,14 @@ def _launcher(settings: Settings, file: RecipeFile, asked: str | None, started: 
     command = "" if started or asked else next(iter(file.header), "")
     counted, named = PROCESSES.search(command), LAUNCHER.search(command)
     own = {} if started else settings.launcher
+    for key in [key for key, value in own.items() if value is not None and key in RANGES]:
+        if own[key] not in RANGES[key]:
+            yield settings.error(key, f"{key} must be {RANGES[key]}, got {own.pop(key)}")
     count = own.get("num_processes")
-    if count is not None and count not in RANGES["num_processes"]:
-        yield settings.error("num_processes", f"num_processes must be {RANGES['num_processes']}, got {count}")
-        count = None
     header = int(counted[1]) if counted else int(world) if world.isdigit() and int(world) > 0 else 1
     settings.processes = count or header
     name = asked or own.get("accelerate_config") or (named[1] if named else None)
+    name = name or ("ddp" if (own.get("num_machines") or 1) > 1 else None)
     if name is None:
         return
     path = Path(name)

@@ -45,6 +45,7 @@ from ..rollout.truncation import TruncationCorrection
 from ..weights import fp32_modules
 from .base import prepare_other_model
 from .coverage import check_bases
+from .fingerprint import SameOnAllRanks
 from .from_config import (
     check_adapters,
     check_loading,
@@ -73,6 +74,7 @@ class PrecisionMixin(ExactCheckpoints):
     config_class: ClassVar[type | None] = None
     features: ClassVar[tuple[type[Feature], ...]] = (
         Profiler,
+        SameOnAllRanks,
         MediaInputs,
         SharedFeatures,
         RolloutAlignment,
