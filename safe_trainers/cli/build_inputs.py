@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
@@ -150,6 +151,7 @@ def _make(recipe: Any, console: Console, name: str, folder_name: str, steps: int
             if folder.exists():
                 shutil.rmtree(folder)
             made.rename(folder)
+        state.wait_for_everyone()
     _copy_to_machines(folder, state, renew=True)
     return str(folder)
 

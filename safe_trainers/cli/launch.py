@@ -113,8 +113,8 @@ def launch(
     elif status:
         print(f"error: {_describe(status)}", file=sys.stderr)
     if status and status != REFUSED and nodes.count > 1:
-        print(f"note: this is machine {nodes.rank} of {nodes.count}; if another one failed first, its launcher printed "
-              "why", file=sys.stderr)  # fmt: skip
+        here = f"machine {nodes.rank} of {nodes.count}"
+        print(f"note: this is {here}; if another one failed first, its launcher printed why", file=sys.stderr)
     return status
 
 
@@ -128,9 +128,7 @@ def default_config(processes: int | None, machines: Mapping[str, Any]) -> str:
     return "ddp" if (processes or 1) > 1 or (machines.get("num_machines") or 1) > 1 else "single_gpu"
 
 
-def read_config(
-    path: Path, processes: int | None, machines: Mapping[str, Any] | None
-) -> tuple[str, int, Machines]:
+def read_config(path: Path, processes: int | None, machines: Mapping[str, Any] | None) -> tuple[str, int, Machines]:
     """Reads a launch config.
 
     Args:

@@ -8,7 +8,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from safe_trainers import RecipeError
-from safe_trainers.cli.launch import _read_config, find_config
+from safe_trainers.cli.launch import find_config, read_config
 
 
 ROOT = Path(__file__).parents[2] / "configs"
@@ -66,8 +66,8 @@ def test_configs_are_found_by_name_and_by_file(tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
     assert find_config(str(own)) == own
-    assert _read_config(own, None) == ("MULTI_GPU", 4)
-    assert _read_config(own, 2) == ("MULTI_GPU", 2)
+    assert read_config(own, None, {})[:2] == ("MULTI_GPU", 4)
+    assert read_config(own, 2, {})[:2] == ("MULTI_GPU", 2)
     with pytest.raises(RecipeError, match=r"there is no config zero4; did you mean 'zero[23]'\?"):
         find_config("zero4")
 
@@ -93,13 +93,13 @@ def test_a_config_that_cannot_be_launched_is_refused(text, processes, message, t
     own = tmp_path / "own.yaml"
     own.write_text(text)
     with pytest.raises(RecipeError) as caught:
-        _read_config(own, processes)
+        read_config(own, processes, {})
     assert message in str(caught.value)
 
 
 def test_a_precision_in_a_file_of_ones_own_is_not_used(tmp_path, capsys):
     own = tmp_path / "own.yaml"
     own.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 2\n")
-    assert _read_config(own, None) == ("MULTI_GPU", 2)
+    assert read_config(own, None, {})[:2] == ("MULTI_GPU", 2)
     assert "mixed_precision: bf16 of" in capsys.readouterr().err
     assert launched(own, 2).mixed_precision == "no"
