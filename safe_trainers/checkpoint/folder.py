@@ -34,6 +34,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _REPLACED = "_replaced-"
 """Prefix of a complete checkpoint that is kept until a new one for the same step is complete."""
 _WEIGHTS = re.compile(r"(adapter_|pytorch_)?model.*(?<!\.json)|global_step\d+")
+_STATE = re.compile(r"optimizer.*|scheduler\.pt|scaler\.pt|" + re.escape(TRAINER_STATE))
 _EDITABLE = {".md", ".txt", ".jinja", ".json", ".yaml", ".yml"}
 """Files that callbacks and users may edit, so that their sizes are not checked."""
 
@@ -200,6 +201,18 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """
     found = [path for path in folder.glob("checkpoint-*") if path.is_dir() and _NAME.fullmatch(path.name)]
     return [inspect_checkpoint(path) for path in sorted(found, key=_step, reverse=True)]
+
+
+def common_files(folder: Path) -> list[str]:
+    """Returns the names in a checkpoint that every process reads to resume: weights, optimizer and trainer state.
+
+    Args:
+        folder: The checkpoint.
+    """
+    if not folder.is_dir():
+        return []
+    read = (path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name) or _STATE.fullmatch(path.name))
+    return sorted(read)
 
 
 def choose_checkpoint(given: Any, output_dir: Path) -> Any:

@@ -5,17 +5,18 @@
 
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedModel, trainer_utils
 
 from ..core.dtypes import from_torch, join_dtypes, parse_dtype
-from ..core.errors import CheckpointError, raise_if, warn
+from ..core.errors import CheckpointError, raise_if, refuse, warn
 from ..core.feature import Run
 from ..core.files import set_config_dtype
 from ..model.parts import adapter_parameters, local_shard
@@ -27,6 +28,7 @@ from .folder import (
     begin_checkpoint,
     checkpoints_in,
     choose_checkpoint,
+    common_files,
     finish_checkpoint,
     remove,
     renew_marker,
@@ -226,6 +228,7 @@ class ExactCheckpoints:
         self._trainer_state.begin_train()
         chosen = self._agree(partial(choose_checkpoint, resume_from_checkpoint, Path(self.args.output_dir)))
         if chosen is not None and not isinstance(chosen, bool):
+            self._check_everywhere(Path(chosen))
             self._check_adapters(Path(chosen))
             self._trainer_state.read(Path(chosen))
         return chosen
@@ -244,6 +247,22 @@ class ExactCheckpoints:
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs one step; after a resume, the first step also returns the losses since the last log."""
         return self._trainer_state.carry(super().training_step(*args, **kwargs))  # type: ignore[misc]
+
+    def _check_everywhere(self, folder: Path) -> None:
+        """Refuses a checkpoint whose common files are missing for some processes, because their machine lacks them."""
+        if self.args.world_size == 1:
+            return
+        names = [common_files(folder) if self.accelerator.is_main_process else []]
+        broadcast_object_list(names)
+        missing = [name for name in names[0] if not (folder / name).exists()]
+        place = (self.args.process_index, socket.gethostname(), missing)
+        lacking = [found for found in gather_object([place]) if found[2]]
+        if lacking:
+            rank, host, files = lacking[0]
+            others = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
+            what = f"resume_from_checkpoint={str(folder)!r}: rank {rank} ({host}){others} does not find {shown}"
+            raise CheckpointError([refuse("checkpoint-on-another-machine", what, folder=folder)])
 
     def _check_adapters(self, folder: Path) -> None:
         """Refuses adapters that do not match the model, and warns about adapters of another base."""

@@ -105,7 +105,10 @@ def _recipes(prefix: str, **kwargs: Any) -> list[str]:
 
 
 def _packaged(prefix: str, **kwargs: Any) -> list[str]:
-    return [*_names("recipes"), *_names("configs")]
+    from ..recipes.packaged import SCRIPT, folder
+
+    scripts = (path.name for path in folder("configs").glob(f"*{SCRIPT}"))
+    return [*_names("recipes"), *_names("configs"), *scripts]
 
 
 def _configs(prefix: str, **kwargs: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""`safe-trainers copy NAME [DEST]`: copies a packaged recipe or launch config, so that it can be edited."""
+"""`safe-trainers copy NAME [DEST]`: copies a packaged recipe, launch config or script, so that it can be edited."""
 
 import argparse
 import sys

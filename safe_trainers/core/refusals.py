@@ -74,6 +74,12 @@ REFUSALS = index(
         "return a finite number from {function}, or None if the function does not apply",
     ),
     Finding(
+        "checkpoint-on-another-machine",
+        "every process reads the weights and the optimizer's state, and only the main process has written them.",
+        "a folder that all machines share as `output_dir`, or copy {folder} of machine 0 to the same place on every other "
+        "machine, without removing files there",
+    ),
+    Finding(
         "another-optimizer",
         "the checkpoint has the state of {saved}, and this run uses {used}.",
         "the `optim` of the first run, or `resume_from_checkpoint=None` with the checkpoint as the model",

@@ -16,6 +16,8 @@ from .yaml_file import EDITORS, read_file
 
 Kind = Literal["recipes", "configs"]
 
+SCRIPT = ".sbatch"
+"""The suffix of a script that launches a recipe."""
 HEADINGS = frozenset({"Hardware", "Versions", "Settings", "Source", "Verified"})
 """The names that a header's paragraphs begin with."""
 
@@ -40,7 +42,7 @@ class Packaged:
     def command(self) -> str | None:
         """The command in the first line of its header; `None` if there is none."""
         first = self.header[0] if self.header else ""
-        return first if first.startswith("safe-trainers ") else None
+        return first if first.startswith(("safe-trainers ", "sbatch ")) else None
 
     def paragraph(self, name: str) -> str | None:
         """The paragraph of its header that begins with a name of `HEADINGS`; `None` if there is none.
@@ -91,8 +93,14 @@ def packaged(kind: Kind) -> Iterator[Packaged]:
         kind: `"recipes"` or `"configs"`.
     """
     root = folder(kind)
-    for path in sorted(root.rglob("*.yaml")):
-        yield Packaged(path.relative_to(root).as_posix(), kind, path, read_file(path).header)
+    for path in _files(kind):
+        header = tuple(line for line in read_file(path).header if not line.startswith("!"))  # the line of the shell
+        yield Packaged(path.relative_to(root).as_posix(), kind, path, header)
+
+
+def _files(kind: Kind) -> list[Path]:
+    """The files of the recipes or the configs; a script is a config that `copy` copies."""
+    return sorted(path for path in folder(kind).rglob("*") if path.suffix in (".yaml", SCRIPT))
 
 
 def find(name: str, kind: Kind) -> Path:
@@ -142,8 +150,7 @@ def recipe_path(name: str) -> Path:
 
 def _matches(name: str, kind: Kind) -> list[Path]:
     """The files that a name stands for."""
-    root = folder(kind)
-    files = sorted(root.rglob("*.yaml"))
+    root, files = folder(kind), _files(kind)
     plain = name.removeprefix(f"{kind}/")
     for candidate in (plain, f"{plain}.yaml"):
         found = [path for path in files if path.relative_to(root).as_posix() == candidate]
@@ -159,10 +166,10 @@ def _several(name: str, found: list[Path], kind: Kind) -> RecipeError:
 
 
 def _nearest(name: str, kind: Kind) -> str | None:
-    root = folder(kind)
-    files = sorted(root.rglob("*.yaml"))
+    root, files = folder(kind), _files(kind)
     known = [path.relative_to(root).as_posix() for path in files]
-    return nearest(name.removeprefix(f"{kind}/"), [*known, *(p.name for p in files), *(p.stem for p in files)])
+    stems = (path.stem for path in files if path.suffix == ".yaml")
+    return nearest(name.removeprefix(f"{kind}/"), [*known, *(path.name for path in files), *stems])
 
 
 def overview() -> Report:
