@@ -63,6 +63,7 @@ if os.environ.get("RANK") == "1" and "DIES_IN_STEP" in os.environ:
         loss = compute(self, *args, **kwargs)
         if self.state.global_step == int(os.environ["DIES_IN_STEP"]) and self.args.max_steps > 1:
             os.killpg(int(os.environ["MACHINE"]), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
     SFTTrainer.compute_loss = compute_loss
