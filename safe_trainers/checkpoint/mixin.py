@@ -259,9 +259,11 @@ class ExactCheckpoints:
         lacking = [found for found in gather_object([place]) if found[2]]
         if lacking:
             rank, host, files = lacking[0]
-            others = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-            shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
-            what = f"resume_from_checkpoint={str(folder)!r}: rank {rank} ({host}){others} does not find {shown}"
+            shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+            who = (
+                f"rank {rank} ({host}), and {len(lacking) - 1} more," if len(lacking) > 1 else f"rank {rank} ({host})"
+            )
+            what = f"resume_from_checkpoint={str(folder)!r}: {who} cannot find {shown}"
             raise CheckpointError([refuse("checkpoint-on-another-machine", what, folder=folder)])
 
     def _check_adapters(self, folder: Path) -> None:

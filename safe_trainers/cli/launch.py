@@ -190,6 +190,7 @@ def _run_accelerate(options: list[str]) -> tuple[int, bool]:
 
     import torch.distributed.run  # noqa: F401  # creates its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -216,6 +217,8 @@ def _run_accelerate(options: list[str]) -> tuple[int, bool]:
         return 128 + signal.SIGINT, True
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else CRASHED, False
+    except DistError as error:
+        raise RecipeError(f"the machines did not meet: {str(error).splitlines()[0]}") from error
     except (ValueError, ImportError, ConnectionError, AssertionError) as error:
         raise RecipeError(f"accelerate cannot launch this: {error}") from error
     return 0, False

@@ -76,8 +76,8 @@ REFUSALS = index(
     Finding(
         "checkpoint-on-another-machine",
         "every process reads the weights and the optimizer's state, and only the main process has written them.",
-        "a folder that all machines share as `output_dir`, or copy {folder} of machine 0 to the same place on every other "
-        "machine, without removing files there",
+        "a folder that all machines share as `output_dir`, or copy {folder} of machine 0 to the same place on every "
+        "other machine, without removing files there",
     ),
     Finding(
         "another-optimizer",

@@ -48,8 +48,16 @@ def test_options_win_over_the_config_and_its_values_are_used_without_them():
     ("change", "config", "message"),
     [
         ({"machine_rank": 2}, {}, "machine_rank must be from 0 to 1, got 2"),
-        ({"machine_rank": None}, {}, "2 machines need machine_rank, which is different on each of them. Write: --mach"),
-        ({"main_process_ip": None}, {}, "2 machines need main_process_ip, the address of machine 0. Write: --main_pro"),
+        (
+            {"machine_rank": None},
+            {},
+            "2 machines need machine_rank, which is different on each of them. Write: --mach",
+        ),
+        (
+            {"main_process_ip": None},
+            {},
+            "2 machines need main_process_ip, the address of machine 0. Write: --main_pro",
+        ),
         ({"main_process_ip": ""}, {}, "2 machines need main_process_ip"),
         ({"main_process_port": 0}, {}, "main_process_port must be an integer between 1 and 65535, got 0"),
         ({"main_process_port": 65536}, {}, "main_process_port must be an integer between 1 and 65535, got 65536"),
@@ -125,7 +133,9 @@ def test_the_launcher_gets_the_machines_of_the_options_or_of_the_recipe(options,
 
 
 def test_an_option_wins_over_the_recipe(options):
-    _, (passed, _) = options("--machine_rank", "0", num_processes=2, num_machines=2, machine_rank=1, main_process_ip="a")
+    _, (passed, _) = options(
+        "--machine_rank", "0", num_processes=2, num_machines=2, machine_rank=1, main_process_ip="a"
+    )
     assert passed[passed.index("--machine_rank") + 1] == "0"
 
 
@@ -135,7 +145,11 @@ def test_an_option_wins_over_the_recipe(options):
         ([*ARGUMENTS, "--num_processes", "3"], {}, "3 cannot be divided among 2. Write: --num_processes 2"),
         (ARGUMENTS[:-2], {}, "2 machines need main_process_ip"),
         ([*ARGUMENTS, "--accelerate_config", "single_gpu"], {}, "runs one process, but 4 were requested"),
-        (ARGUMENTS, {"main_process_port": 70000}, "main_process_port must be an integer between 1 and 65535, got 70000"),
+        (
+            ARGUMENTS,
+            {"main_process_port": 70000},
+            "main_process_port must be an integer between 1 and 65535, got 70000",
+        ),
         (ARGUMENTS, {"num_machines": 0}, "num_machines must be an integer of at least 1, got 0"),
         (ARGUMENTS, {"machine_rank": "one"}, "machine_rank"),
     ],
@@ -245,4 +259,3 @@ def test_a_launched_process_ends_when_its_launcher_was_killed():
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert psutil.wait_procs([child], timeout=10)[1] == []
-

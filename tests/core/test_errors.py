@@ -39,6 +39,8 @@ def test_the_list_of_refusals_is_the_committed_one():
     # A new refusal is a decision: something that was built before is not built any more. It is made here, too.
     assert set(REFUSALS) == {
         "unknown-dtype",
+        "ranks-differ",
+        "checkpoint-on-another-machine",
         "two-load-dtypes",
         "unknown-choice",
         "truncation-cannot-be-corrected",

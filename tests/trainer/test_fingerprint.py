@@ -87,7 +87,9 @@ class Arguments:
 
 def test_values_of_processes_are_compared_without_addresses_and_devices():
     def made(rank):
-        return Arguments(functools.partial(print, rank), {"device_map": {"": rank}, "revision": "main"}, torch.bfloat16)
+        return Arguments(
+            functools.partial(print, rank), {"device_map": {"": rank}, "revision": "main"}, torch.bfloat16
+        )
 
     assert arguments_of(made(0)) == arguments_of(made(1))
     assert arguments_of(made(0))["places"] == {"revision": "main"}
