@@ -1,6 +1,7 @@
 """Two real processes under DDP and FSDP2 compute what a single one does; stock FSDP2 does not."""
 
 import importlib.util
+import re
 import itertools
 import signal
 import time
@@ -34,6 +35,7 @@ TOGETHER = {
     "qlora": QLORA,
     "rollout": {"task": "grpo", "steps": 2, **ADAPTER, **QWEN, "by_rank": [ENDS_AT_ONCE, {}],
                 "max_completion_length": 8, "precision_report": "file"},
+    "ranks differ": {"refused": True, "by_rank": [{}, {"learning_rate": 5e-5, "seed": 1}]},
 }  # fmt: skip
 """What only several processes do, or what they are compared with each other in."""
 STOCK = {
@@ -48,7 +50,7 @@ STOCK = {
 }
 
 
-FAILING = {"stock reference", "stock qlora"}
+FAILING = {"stock reference", "stock qlora", "ranks differ"}
 
 
 def saving(folder):
@@ -161,6 +163,14 @@ def test_stock_fsdp2_rounds_log_probabilities_to_bf16(alone, together):
     assert {dtype for found in both for dtype in found["logps_dtype"]} == {"torch.bfloat16"}
     # The reference, which is scored first, is the policy at the first step.
     assert distance(both, {"logps": wanted["logps"][:1]}) > 1e-2
+
+
+@ENGINES
+def test_processes_with_other_arguments_are_refused_in_all_of_them(engine, together):
+    first, second = (found["refused"] for found in together(engine).found("ranks differ"))
+    assert first == second
+    assert re.search(r"differences from rank 0 \(.+\): rank 1 \(.+\): learning_rate 5e-05, not [^;]+\n", first)
+    assert "[ranks-differ]" in first
 
 
 @pytest.mark.slow
