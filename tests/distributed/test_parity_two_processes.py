@@ -1,8 +1,8 @@
 """Two real processes under DDP and FSDP2 compute what a single one does; stock FSDP2 does not."""
 
 import importlib.util
-import re
 import itertools
+import re
 import signal
 import time
 
