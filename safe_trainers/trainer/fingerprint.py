@@ -27,16 +27,16 @@ PACKAGES = ("trl", "transformers", "accelerate", "torch", "peft", "datasets", "t
 """The packages whose versions are compared, in addition to this one, if both processes have them."""
 LOCAL = frozenset(
     (
-        "debug", "disable_tqdm", "generation_kwargs", "local_rank", "logging_dir", "output_dir", "precision_report", "profile", "progress",
-        "project", "record_steps", "report_to", "resume_from_checkpoint", "run_name", "seed", "skip_memory_metrics",
-        "torch_empty_cache_steps", "vllm_gpu_memory_utilization", "vllm_group_port",
+        "debug", "disable_tqdm", "generation_kwargs", "local_rank", "logging_dir", "output_dir", "precision_report",
+        "profile", "progress", "project", "record_steps", "report_to", "resume_from_checkpoint", "run_name", "seed",
+        "skip_memory_metrics", "torch_empty_cache_steps", "vllm_gpu_memory_utilization", "vllm_group_port",
     )
 )  # fmt: skip
 LOCAL_PREFIXES = ("dataloader_num_", "dataloader_p", "ddp_", "hub_", "log_", "push_to_", "trackio_", "vllm_server_")
 """Settings that may differ between processes: of devices, of one process, and of output that only one of them writes.
 
-`seed` is one of them, because some scripts add the rank to it, and so is `generation_kwargs`, which can have a seed of the
-sampler; `data_seed` and `temperature` are compared.
+`seed` is one of them, because some scripts add the rank to it, and so is `generation_kwargs`, which can have a seed of
+the sampler; `data_seed` and `temperature` are compared.
 """
 _MOST = 5
 """The number of differences of one process that a message shows."""

@@ -1,5 +1,6 @@
 """A checkpoint that the machine of another process does not have: which files count, and who is named."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +19,13 @@ READ = ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json
 
 
 @pytest.fixture
-def checkpoint(tmp_path):
+def checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("checkpoint-3")
+    folder.mkdir()
     for name in WRITTEN:
-        (tmp_path / name).touch()
-    return tmp_path
+        (folder / name).touch()
+    return folder
 
 
 def test_every_process_reads_weights_and_states_but_not_files_of_other_ranks(checkpoint, tmp_path):
