@@ -675,7 +675,7 @@ def test_a_launch_config_may_not_contradict_the_precision(precision, config, err
 
 
 def test_launch_configs_of_the_package_fit_every_recipe():
-    for config in packaged.packaged("configs"):
+    for config in (one for one in packaged.packaged("configs") if one.path.suffix == ".yaml"):
         assert check(GOOD, accelerate_config=config.name.removesuffix(".yaml")).errors == ()
     ((_, text),) = said(check(GOOD, accelerate_config="zerro3"))
     assert text == "there is no config zerro3; did you mean 'zero3'?"
