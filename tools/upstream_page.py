@@ -12,6 +12,8 @@ from results import versions_of
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "upstream.json"
 COMPAT = RESULT.with_name("compat.json")
+SHOWN = {"ERROR": "does not run with these releases", "NOT RUN": "not run"}
+"""What the table of releases shows for verdicts that are none."""
 
 
 def runner() -> Any:
@@ -73,7 +75,12 @@ def _by_release(names: list[str]) -> list[str]:
     pairs = {name: pair["upstream"] for name, pair in whole.items() if "upstream" in pair}
     if not pairs:
         return []
-    rows = [f"| {name} | " + " | ".join(pair.get(name, "NOT RUN") for pair in pairs.values()) + " |" for name in names]
+    rows = [
+        f"| {name} | "
+        + " | ".join(SHOWN.get(v, v) for v in (pair.get(name, "NOT RUN") for pair in pairs.values()))
+        + " |"
+        for name in names
+    ]
     return [
         "",
         "With other releases:",
