@@ -122,6 +122,11 @@ def differences(fingerprints: Sequence[Fingerprint]) -> Problem | None:
     return refuse("ranks-differ", f"differences from {first}: {'. '.join(described)}")
 
 
+def is_alone() -> bool:
+    """Whether this process is the only one of the run."""
+    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+
+
 def compare(parts: Mapping[str, Any]) -> Problem | None:
     """Compares values of this process with those of the others; every process has to call it.
 
@@ -131,7 +136,7 @@ def compare(parts: Mapping[str, Any]) -> Problem | None:
     Returns:
         The refusal, the same in all processes; `None` if there is one process, or all values are the same.
     """
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if is_alone():
         return None
     as_json = {name: json.dumps(value, sort_keys=True) for name, value in parts.items()}
     return differences(gather_object([Fingerprint(distributed.get_rank(), socket.gethostname(), as_json)]))
@@ -142,6 +147,8 @@ class SameOnAllRanks(Feature):
 
     def check(self, model: Any) -> Iterable[Problem]:
         """Compares this process with the others, if there are any."""
+        if is_alone():
+            return ()
         policy = {f"policy: {name}": choice.text for name, choice in self.run.policy.choices()}
         problem = compare({**versions(), **arguments_of(self.run.args), **policy})
         return () if problem is None else (problem,)
