@@ -102,7 +102,8 @@ def run_cell(subject: Subject, cell: Cell, safe: bool) -> Any:
         The outcome, and the losses and trained weights; no weights if it did not train.
     """
     import torch
-    from matrix_cell import LOSS_SCALE, Outcome, conclude, fresh, judge_error
+
+    from safe_trainers.bench.judges import LOSS_SCALE, Outcome, conclude, fresh, judge_error
 
     fresh()
     outcome, started, trainer, values = Outcome(), time.perf_counter(), None, {}
