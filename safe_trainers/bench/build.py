@@ -105,6 +105,19 @@ class Workshop:
             tiny.save(family, place, seed=seed)
         return str(place)
 
+    def why_not_built(self, family: str) -> str:
+        """Why the installed transformers cannot build a family; empty if it can.
+
+        Args:
+            family: One of `tiny.FAMILIES`.
+        """
+        try:
+            with quiet():
+                self.model(family)
+        except Exception as error:  # releases of transformers lack classes, or need torchvision for them
+            return f"transformers {transformers.__version__} cannot build {family}: {type(error).__name__}: {error}"
+        return ""
+
     def dataset(self, family: str) -> Any:
         """The training data of the task, with images if the family takes them.
 
@@ -306,7 +319,12 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
     Yields:
         The warnings.
     """
-    with warnings.catch_warnings(record=True) as said, contextlib.redirect_stdout(io.StringIO()):
+    hidden = io.StringIO()
+    with (
+        warnings.catch_warnings(record=True) as said,
+        contextlib.redirect_stdout(hidden),
+        contextlib.redirect_stderr(hidden),  # progress bars
+    ):
         warnings.simplefilter("always")
         yield said
 

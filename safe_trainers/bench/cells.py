@@ -120,6 +120,9 @@ def judged(shop: Workshop, setup: Setup, rules: Sequence[str] | None, crash: str
     """
     if setup.kind == "4bit" and not can_quantize():
         return Row(str(setup), "not applicable", "bitsandbytes is not installed")
+    missing = shop.why_not_built(setup.family)
+    if missing:
+        return Row(str(setup), "not applicable", missing)
     failed = shop.control(setup)
     if failed is not None:
         return failed

@@ -71,6 +71,16 @@ class Result:
         return {status: every.count(status) for status in WORST if status in every}
 
     @property
+    def ran(self) -> int:
+        """The number of runs that apply to the trainer."""
+        return sum(row.status != "not applicable" for row in self.rows)
+
+    @property
+    def wrong(self) -> int:
+        """The number of runs that found a fault or could not run."""
+        return sum(row.status in WRONG for row in self.rows)
+
+    @property
     def detail(self) -> str:
         """The detail of the first run that has the status of the check."""
         row = next((row for row in self.rows if row.status == self.status), None)

@@ -48,7 +48,8 @@ class Subject:
     @property
     def generates(self) -> bool:
         """Whether the trainer samples completions in the way of TRL's online trainers."""
-        return callable(getattr(self.trainer_class, ROLLOUT_METHOD, None))
+        own = (base for base in self.trainer_class.__mro__ if not base.__module__.startswith("safe_trainers."))
+        return any(ROLLOUT_METHOD in vars(base) for base in own)
 
     @property
     def takes_images(self) -> bool:

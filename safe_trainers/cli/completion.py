@@ -77,6 +77,8 @@ def _add_completers(parser: argparse.ArgumentParser, chosen: str, takes_keys: bo
         "accelerate_config": _configs,
         "task": _choices(TASKS),
         "pattern": _key_names,
+        "trainer": _trainers,
+        "only": _checks,
     }
     for action in command._actions:
         completer = completers.get(action.dest)
@@ -113,6 +115,20 @@ def _packaged(prefix: str, **kwargs: Any) -> list[str]:
 
 def _configs(prefix: str, **kwargs: Any) -> list[str]:
     return [*_names("configs"), *_files(prefix)]
+
+
+def _trainers(prefix: str, **kwargs: Any) -> list[str]:
+    return [f"trl:{task.algorithm}Trainer" for task in TASKS.values()] + [
+        f"safe_trainers:{task.trainer}" for task in TASKS.values()
+    ]
+
+
+def _checks(prefix: str, **kwargs: Any) -> list[str]:
+    """The names of checks, behind those that are already in the list."""
+    from ..bench.checks import CHECKS
+
+    before, comma, _ = prefix.rpartition(",")
+    return [f"{before}{comma}{name}" for name in CHECKS if name not in before.split(",")]
 
 
 def _key_names(prefix: str, parsed_args: argparse.Namespace, **kwargs: Any) -> list[str]:

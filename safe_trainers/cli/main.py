@@ -56,6 +56,7 @@ COMMANDS = {
         "find the precision and the modules in float32 that hold the mismatch of sampler and trainer",
         "tune",
     ),
+    "bench": Command("check any TRL trainer class for precision faults, with tiny models on the CPU", "bench"),
     "plot": Command("plot the log of a run: reward, loss, loss scale, mismatch of sampler and trainer", "plot"),
     "doctor": Command("check whether this machine and environment can train", "doctor"),
     "explain": Command("explain an error message or a log, and print the line to write", "explain"),
