@@ -251,7 +251,7 @@ class Workshop:
         if key not in self._controls:
             outcome, _ = self.judge(setup.control)
             why = outcome.message or "; ".join(outcome.faults)
-            found = f"the float32 control ({key}) fails: {why}"
+            found = f"the float32 control ({key}) fails: {' '.join(why.split())[:300]}"
             self._controls[key] = None if outcome.outcome == "trained" else Row(str(setup), "could not run", found)
         row = self._controls[key]
         return row and replace(row, run=str(setup))

@@ -45,7 +45,11 @@ def media(shop: Workshop) -> Iterator[Row]:
         shop: The trainer.
     """
     if not shop.subject.takes_images:
-        yield Row("", "not applicable", f"the task {shop.subject.task} has no images")
+        yield Row(
+            "",
+            "not applicable",
+            f"there are no images for {shop.subject.trainer_class.__name__} (task {shop.subject.task})",
+        )
         return
     for weights, flag, kind in (
         ("fp32", "bf16", "full"),

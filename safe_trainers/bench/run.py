@@ -35,6 +35,7 @@ def bench_trainer(
     trainer: type | str,
     *,
     args: Mapping[str, Any] | None = None,
+    task: str | None = None,
     only: Sequence[str] | None = None,
     time_limit: float = TIME_LIMIT,
     isolate: bool = True,
@@ -45,6 +46,8 @@ def bench_trainer(
     Args:
         trainer: A class that extends a trainer of TRL or transformers, or `"MODULE:CLASS"`.
         args: Further settings of its config.
+        task: The task whose data it takes, of `TASKS`; by default that of its base class, or of the arguments of its
+            constructor.
         only: The names of the checks to run, of `CHECKS`; by default all.
         time_limit: Seconds after which a running check is ended, and further ones are not started.
         isolate: Whether to run each check in a process of its own, so that a crash of the process ends only the

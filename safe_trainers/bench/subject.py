@@ -27,6 +27,12 @@ OWNED = (
 """Settings that the checks set."""
 
 
+LIKE = {"CPOTrainer": "dpo", "ORPOTrainer": "dpo", "BCOTrainer": "kto"}
+"""Experimental trainers of TRL whose constructor does not show their data, with the task whose data they take."""
+SIGNS = {"reward_funcs": "grpo", "teacher_model": "distillation", "ref_model": "dpo"}
+"""Arguments of a constructor that show the task; a class without one takes the data of SFT."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """A trainer class.
@@ -37,6 +43,7 @@ class Subject:
         config_class: The class of its `args`.
         task: A task of `TASKS`, or `"trainer"`.
         args: Further settings of the config.
+        inherits: Whether the class extends TRL's trainer of the task, so that it accepts the same data.
     """
 
     name: str
@@ -44,6 +51,7 @@ class Subject:
     config_class: type
     task: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    inherits: bool = True
 
     @property
     def generates(self) -> bool:
@@ -53,8 +61,8 @@ class Subject:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the task has training data with images."""
-        return self.task not in ("reward", PLAIN)
+        """Whether there are training data with images for the trainer."""
+        return self.task not in ("reward", PLAIN) and self.inherits
 
     def accepts(self, setting: str) -> bool:
         """Whether the config has a setting.
@@ -65,13 +73,16 @@ class Subject:
         return setting in _fields(self.config_class)
 
 
-def describe(trainer_class: type, name: str = "", args: Mapping[str, Any] | None = None) -> Subject:
+def describe(
+    trainer_class: type, name: str = "", args: Mapping[str, Any] | None = None, task: str | None = None
+) -> Subject:
     """Describes a trainer class.
 
     Args:
         trainer_class: The class.
         name: `MODULE:CLASS`; by default made from the class.
         args: Further settings of its config.
+        task: Its task, of `TASKS`; by default detected.
 
     Returns:
         The description.
@@ -87,7 +98,15 @@ def describe(trainer_class: type, name: str = "", args: Mapping[str, Any] | None
             f"{name} is not a trainer class: it does not extend transformers.Trainer. Pass a class such as "
             "trl:GRPOTrainer"
         )
-    subject = Subject(name, trainer_class, _config_of(trainer_class), _task_of(trainer_class), dict(args or {}))
+    detected, inherits = _task_of(trainer_class)
+    subject = Subject(
+        name,
+        trainer_class,
+        _config_of(trainer_class),
+        task or detected,
+        dict(args or {}),
+        inherits and task in (None, detected),
+    )
     known = _fields(subject.config_class)
     for key in subject.args:
         if key in OWNED:
@@ -149,18 +168,19 @@ def _fields(config_class: type) -> list[str]:
     return [entry.name for entry in dataclasses.fields(config_class) if entry.init]
 
 
-def _task_of(trainer_class: type) -> str:
-    """The task: that of the nearest base of TRL, else the one whose arguments the constructor has."""
+def _task_of(trainer_class: type) -> tuple[str, bool]:
+    """The task of the nearest base that has one, and whether it is the stable trainer of the task."""
     bases = trl_bases(trainer_class)
     by_name = {f"{task.algorithm}Trainer": name for name, task in TASKS.items()}
     for base in bases:
         if base.__name__ in by_name:
-            return by_name[base.__name__]
+            return by_name[base.__name__], ".experimental." not in base.__module__
+        if base.__name__ in LIKE:
+            return LIKE[base.__name__], False
     if not bases:
-        return PLAIN
+        return PLAIN, False
     parameters = {name for cls in trainer_class.__mro__ for name in _parameters(cls)}
-    signs = {"reward_funcs": "grpo", "teacher_model": "distillation", "ref_model": "dpo"}
-    return next((task for parameter, task in signs.items() if parameter in parameters), "sft")
+    return next((task for parameter, task in SIGNS.items() if parameter in parameters), "sft"), False
 
 
 def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import tiny
-from ..model.parts import unwrap
+from ..model.parts import find_parts, unwrap
 from .build import Setup, Workshop, with_changes
 from .cells import VISION
 from .outcome import Row
@@ -42,7 +42,9 @@ class Tokens:
             model: The model of a trainer.
         """
         base: Any = unwrap(model)
-        generate = getattr(base, "generate", None)
+        generate: Any = getattr(base, "generate", None)
+        parts = find_parts(model)  # some losses call the model inside of the head
+        inside = {id(module): module for module in (base, *parts.containers, parts.text)}
 
         def generated(*args: Any, **kwargs: Any) -> Any:
             before, self._generating = self._generating, True
@@ -53,13 +55,14 @@ class Tokens:
             self._note_sampled(args, kwargs, found)
             return found
 
-        handle = base.register_forward_pre_hook(self._note, with_kwargs=True)
+        handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in inside.values()]
         if generate is not None:
             base.generate = generated
         try:
             yield self
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             vars(base).pop("generate", None)
 
     def _note_sampled(self, args: Any, kwargs: dict[str, Any], found: Any) -> None:
@@ -77,8 +80,11 @@ class Tokens:
         ids, mask = kwargs.get("input_ids", args[0] if args else None), kwargs.get("attention_mask")
         if self._generating or not isinstance(ids, torch.Tensor):
             return
+        mask = torch.ones_like(ids) if mask is None else mask
+        if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+            return  # a mask for attention layers
         phase = "training" if torch.is_grad_enabled() else "scoring"
-        for row, kept in zip(ids, torch.ones_like(ids).bool() if mask is None else mask.bool(), strict=True):
+        for row, kept in zip(ids, mask.bool(), strict=True):
             self.seen[phase].add(tuple(row[kept].tolist()))
 
     def strangers(self, most: int | None) -> Iterator[str]:

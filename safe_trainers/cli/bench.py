@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..bench.checks import CHECKS, TIME_LIMIT
 from ..core.errors import RecipeError
+from ..core.tasks import TASKS
 
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--args", metavar="KEY=VALUE", nargs="+", default=[], help="further settings of its config; values are YAML"
     )
+    parser.add_argument("--task", choices=tuple(TASKS), help="the task whose data it takes; by default detected")
     parser.add_argument("--only", metavar="CHECK,...", help="the checks to run; by default all")
     parser.add_argument("--json", metavar="FILE", help="write the results and every run")
     parser.add_argument(
@@ -64,6 +66,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     found = bench_trainer(
         options.trainer,
         args=parse_args(options.args),
+        task=options.task,
         only=None if options.only is None else [name.strip() for name in options.only.split(",")],
         time_limit=options.time_limit,
         progress=show_phase,

@@ -1,0 +1,57 @@
+"""Runs `safe-trainers bench` on TRL's stable trainers, stock and safe: `docs/bench.md`.
+
+    python benchmarks/bench_trainers.py            # some 20 minutes on 2 cores
+    python benchmarks/bench_trainers.py --stock    # the stock trainers alone, as in an environment of an older TRL
+
+Results of other releases of TRL stay in the file.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "bench.json"
+sys.path.insert(0, str(ROOT))
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+
+from safe_trainers.bench.run import bench_trainer
+from safe_trainers.cli.main import quieten
+from safe_trainers.core.tasks import TASKS
+from safe_trainers.core.versions import stable_tasks
+
+
+FIRST = ("sft", "grpo", "rloo", "reward", "dpo")
+
+
+def main() -> None:
+    """Measures each class, and writes the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stock", action="store_true", help="only TRL's trainers")
+    parser.add_argument("--only", nargs="+", help="only these classes, as MODULE:CLASS")
+    options = parser.parse_args()
+    quieten()
+    stable = sorted(stable_tasks(), key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    names = [f"trl:{TASKS[name].algorithm}Trainer" for name in stable]
+    if not options.stock:
+        names += [f"safe_trainers:{TASKS[name].trainer}" for name in stable]
+    for name in options.only or names:
+        found = bench_trainer(name, progress=lambda line: print(line, flush=True)).to_dict()
+        print(name, found["exit_status"], found["seconds"], flush=True)
+        runs = json.loads(RESULT.read_text(encoding="utf-8"))["runs"] if RESULT.exists() else []
+        runs = [run for run in runs if (run["trainer"], run["versions"]["trl"]) != (name, version("trl"))]
+        content = {
+            "command": "python benchmarks/bench_trainers.py",
+            "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU",
+            "runs": [*runs, found],
+        }
+        RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
