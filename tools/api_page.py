@@ -36,6 +36,7 @@ DATA = {
     "__version__": "The version, a string.",
 }
 TESTING = ("assert_safe", "fp16_on_cpu")
+BENCH = {"run.bench_trainer": "function", "outcome.Bench": "class", "outcome.Result": "class", "outcome.Row": "class"}
 
 
 def api_page() -> str:
@@ -49,6 +50,17 @@ def api_page() -> str:
     lines += ["## Testing", "", "In `safe_trainers.testing`.", "", "```{eval-rst}"]
     for name in TESTING:
         lines += [f".. autofunction:: safe_trainers.testing.{name}", ""]
+    lines += [
+        "```",
+        "",
+        "## Checking a trainer",
+        "",
+        "[Check a trainer](bench.md) has an example.",
+        "",
+        "```{eval-rst}",
+    ]
+    for name, kind in BENCH.items():
+        lines += [f".. auto{kind}:: safe_trainers.bench.{name}", *(["   :members:"] if kind == "class" else []), ""]
     return (
         "\n".join([*lines, "```", "", "*Made from `safe_trainers.__all__` and the docstrings by `make docs`.*"]) + "\n"
     )

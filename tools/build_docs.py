@@ -13,6 +13,7 @@ import mismatch_page
 import tune_page
 import versions_page
 from api_page import api_page
+from bench_page import bench_page
 from cli_page import cli_page
 from config_page import config_page
 from experts_page import experts_page
@@ -32,6 +33,7 @@ DOCS = ROOT / "docs"
 PAGES: dict[str, Callable[[], str]] = {
     "api": api_page,
     "architecture": architecture_page.architecture_page,
+    "bench": bench_page,
     "cli": cli_page,
     "config": config_page,
     "cost": cost_section.page,

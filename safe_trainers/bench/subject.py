@@ -205,7 +205,7 @@ def _config_of(trainer_class: type) -> type:
 def _config_in(cls: type, annotation: Any) -> type | None:
     """The dataclass in an annotation, which may be a string or a union."""
     if isinstance(annotation, str):
-        space = vars(sys.modules[cls.__module__])
+        space = getattr(sys.modules.get(cls.__module__), "__dict__", {})
         names = [word.strip() for word in annotation.replace("Optional[", "").rstrip("]").split("|")]
         found = [space.get(word) for word in names]
     else:

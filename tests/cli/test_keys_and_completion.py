@@ -98,6 +98,8 @@ def complete(line, folder, code=""):
     ("safe-trainers grpo --accelerate_config fs", ["fsdp2"]),
     ("safe-trainers keys grpo lora_d", ["lora_dropout"]),
     ("safe-trainers report --task di", ["distillation"]),
+    ("safe-trainers bench --trainer trl:G", ["trl:GRPOTrainer"]),
+    ("safe-trainers bench --only nan,res", ["nan,resume"]),
 ])  # fmt: skip
 def test_commands_recipes_keys_and_values_are_completed(line, offered, tmp_path):
     (tmp_path / "mine.yaml").write_text("a: 1")

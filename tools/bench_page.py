@@ -1,0 +1,170 @@
+"""Writes the page of `safe-trainers bench`: how to use it, the results of TRL's trainers, and the rules."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safe_trainers.bench.checks import CHECKS
+from safe_trainers.bench.rules import rules
+
+
+RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "bench.json"
+SAMPLE = "trl:GRPOTrainer"
+WRONG = ("fault", "crashed", "could not run")
+ANCHORS = "https://"
+Run = dict[str, Any]
+
+
+def bench_page() -> str:
+    """Returns `bench.md`."""
+    measured = json.loads(RESULT.read_text(encoding="utf-8"))
+    runs = measured["runs"]
+    newest = max((run["versions"]["trl"] for run in runs), key=lambda text: tuple(map(int, text.split("."))))
+    own = [run for run in runs if run["versions"]["trl"] == newest]
+    older = [run for run in runs if run["versions"]["trl"] != newest]
+    sample = next(run for run in own if run["trainer"] == SAMPLE)
+    lines = [
+        "# Check a trainer",
+        "",
+        "`safe-trainers bench` checks a trainer class for faults of precision: one of TRL, one of this package, or",
+        "your own. It trains tiny models on the CPU, needs no network, and ends within 10 minutes.",
+        "",
+        "```console",
+        "safe-trainers bench --trainer safe_trainers:SafeSFTTrainer --only truncation,skipped-steps --json bench.json",
+        "```",
+        "",
+        "Stock GRPO, with all checks:",
+        "",
+        "```text",
+        f"$ safe-trainers bench --trainer {SAMPLE}",
+        *_printed(sample),
+        "```",
+        "",
+        "The exit status is 0 if nothing is wrong, 1 if a check found a fault or could not run, and 2 for invalid",
+        "input. The class must be importable; modules of the current folder are. `--args beta=0.1` sets fields of its",
+        "config. The data are those of the TRL trainer that the class extends, or `--task` names them. Images are used",
+        "only for classes that extend a stable trainer of TRL which takes them. Or in Python, such as in a test:",
+        "",
+        "```python",
+        "from safe_trainers.bench.run import bench_trainer",
+        "from trl import SFTTrainer",
+        "",
+        "",
+        "class MyTrainer(SFTTrainer): ...",
+        "",
+        "",
+        'found = bench_trainer(MyTrainer, only=["skipped-steps"])',
+        'print(found["skipped-steps"].status, found.exit_status)',
+        "```",
+        "",
+        "```text",
+        "fault 1",
+        "```",
+        "",
+        "## Results of a run",
+        "",
+        "Each check has several runs. Each run is judged only if the same model trains without a fault in float32; else",
+        "it *could not run*, and the trainer is broken in another way than by its precision.",
+        "",
+        "| result | meaning |",
+        "|---|---|",
+        "| passed | measured, and within the limits below |",
+        "| refused | the constructor failed with a message for the user, which is right |",
+        "| fault | it trained, and a rule is broken |",
+        "| crashed | it failed later, or without a message, and the float32 run trains |",
+        "| could not run | the float32 run fails, or the time ended |",
+        "| not applicable | the trainer has nothing to measure; not counted as passed |",
+        "",
+        "*Stand-in*: a CPU has neither autocast nor a loss scaler for `fp16=True`. Such runs use replacements that",
+        "raise the errors of CUDA's. Each check runs in a process of its own, so that a crash ends only the check.",
+        "",
+        f"## TRL {newest}, stock and safe",
+        "",
+        "Wrong runs of all runs of a check; – is not applicable.",
+        "",
+        *_table(own),
+        "",
+        *_words(own),
+    ]
+    if older:
+        lines += ["## Older releases", "", *_table(older, release=True), ""]
+    lines += [
+        "## Rules",
+        "",
+        "The command and the [matrix](matrix.md) use the same judges.",
+        "",
+        "| check | measured | limit | why |",
+        "|---|---|---|---|",
+        *(
+            f"| {rule.check} | {rule.measured} | {rule.limit} | {rule.why}: {_links(rule.reference)} |"
+            for rule in rules().values()
+        ),
+        "",
+        "## Limits",
+        "",
+        "- One process on a CPU: nothing about GPUs, vLLM or several processes.",
+        "- Tiny models with random weights: a fault that needs a large model is not found.",
+        "- A NaN that ends a run with any error counts as passed, although the message may not name its cause.",
+        "",
+        "*Made from `safe_trainers/bench/rules.toml` and `benchmarks/results/bench.json` by `make docs`;",
+        f"`{measured['command']}`; {_versions(own[0])}; {measured['machine']}.*",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _printed(run: Run) -> list[str]:
+    """The table of a run as the command prints it, with the details cut."""
+    rows = []
+    for check in run["checks"]:
+        ran = [row for row in check["rows"] if row["status"] != "not applicable"]
+        wrong = [row for row in ran if row["status"] in WRONG]
+        mark = " (stand-in)" if check["stand_in"] and ran else ""
+        detail = check["detail"] if len(check["detail"]) < 62 else check["detail"][:58].rsplit(" ", 1)[0] + " ..."
+        rows.append((check["check"], check["status"] + mark, f"{len(wrong)} of {len(ran)}" if ran else "–", detail))
+    rows.insert(0, ("check", "result", "wrong runs", "first of them"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+        for row in rows
+    ]
+
+
+def _table(runs: list[Run], release: bool = False) -> list[str]:
+    head = [*(["TRL"] if release else []), "trainer", *CHECKS, "seconds"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for run in runs:
+        found = {check["check"]: check for check in run["checks"]}
+        cells = [_cell(found[name]) for name in CHECKS]
+        first = [run["versions"]["trl"]] if release else []
+        lines.append(f"| {' | '.join([*first, _short(run), *cells, format(run['seconds'], '.0f')])} |")
+    return lines
+
+
+def _cell(check: Run) -> str:
+    ran = [row for row in check["rows"] if row["status"] != "not applicable"]
+    wrong = [row for row in ran if row["status"] in WRONG]
+    return f"{len(wrong)} of {len(ran)}" if ran else "–"
+
+
+def _short(run: Run) -> str:
+    return f"`{run['trainer'].partition(':')[2]}`"
+
+
+def _words(runs: list[Run]) -> list[str]:
+    """One sentence for each rule that stock trainers break."""
+    broken: dict[str, set[str]] = {}
+    for run in runs:
+        for check in run["checks"]:
+            for row in check["rows"]:
+                if row["status"] in WRONG:
+                    broken.setdefault(check["check"], set()).add(_short(run))
+    return [*(f"- {name}: wrong in {', '.join(sorted(broken[name]))}." for name in CHECKS if name in broken), ""]
+
+
+def _links(references: str) -> str:
+    return ", ".join(f"<{link.strip()}>" for link in references.split(","))
+
+
+def _versions(run: Run) -> str:
+    return ", ".join(f"{package} {number}" for package, number in run["versions"].items())
