@@ -20,6 +20,7 @@ RESULT = ROOT / "benchmarks" / "results" / "bench.json"
 sys.path.insert(0, str(ROOT))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
+from safe_trainers.bench.outcome import WRONG
 from safe_trainers.bench.run import bench_trainer
 from safe_trainers.cli.main import quieten
 from safe_trainers.core.tasks import TASKS
@@ -34,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stock", action="store_true", help="only TRL's trainers")
     parser.add_argument("--only", nargs="+", help="only these classes, as MODULE:CLASS")
+    parser.add_argument("--checks", nargs="+", help="only these checks; the results of the others are kept")
     options = parser.parse_args()
     quieten()
     stable = sorted(stable_tasks(), key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
@@ -41,10 +43,17 @@ def main() -> None:
     if not options.stock:
         names += [f"safe_trainers:{TASKS[name].trainer}" for name in stable]
     for name in options.only or names:
-        found = bench_trainer(name, progress=lambda line: print(line, flush=True)).to_dict()
+        measured = bench_trainer(name, only=options.checks, progress=lambda line: print(line, flush=True))
+        found = measured.to_dict()
         print(name, found["exit_status"], found["seconds"], flush=True)
         runs = json.loads(RESULT.read_text(encoding="utf-8"))["runs"] if RESULT.exists() else []
-        runs = [run for run in runs if (run["trainer"], run["versions"]["trl"]) != (name, version("trl"))]
+        before = [run for run in runs if (run["trainer"], run["versions"]["trl"]) == (name, version("trl"))]
+        if options.checks and before:
+            again = {check["check"]: check for check in found["checks"]}
+            found["checks"] = [again.get(check["check"], check) for check in before[0]["checks"]]
+            found["seconds"] = round(sum(check["seconds"] for check in found["checks"]), 1)
+            found["exit_status"] = int(any(check["status"] in WRONG for check in found["checks"]))
+        runs = [run for run in runs if run not in before]
         content = {
             "command": "python benchmarks/bench_trainers.py",
             "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU",

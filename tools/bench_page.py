@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from safe_trainers.bench.checks import CHECKS
+from safe_trainers.bench.outcome import WRONG
 from safe_trainers.bench.rules import rules
 
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "bench.json"
 SAMPLE = "trl:GRPOTrainer"
-WRONG = ("fault", "crashed", "could not run")
-ANCHORS = "https://"
 Run = dict[str, Any]
 
 
@@ -41,9 +40,9 @@ def bench_page() -> str:
         "```",
         "",
         "The exit status is 0 if nothing is wrong, 1 if a check found a fault or could not run, and 2 for invalid",
-        "input. The class must be importable; modules of the current folder are. `--args beta=0.1` sets fields of its",
-        "config. The data are those of the TRL trainer that the class extends, or `--task` names them. Images are used",
-        "only for classes that extend a stable trainer of TRL which takes them. Or in Python, such as in a test:",
+        "input. The class must be importable; modules of the current folder are. `--args beta=0.1` sets fields of",
+        "its config. The data are those of the TRL trainer that the class extends, or `--task` names them. Images are",
+        "used only for classes that extend a stable trainer of TRL which takes them. In Python, such as in a test:",
         "",
         "```python",
         "from safe_trainers.bench.run import bench_trainer",
@@ -63,7 +62,7 @@ def bench_page() -> str:
         "",
         "## Results of a run",
         "",
-        "Each check has several runs. Each run is judged only if the same model trains without a fault in float32; else",
+        "Each check has several runs. A run is judged only if the same model trains without a fault in float32; else",
         "it *could not run*, and the trainer is broken in another way than by its precision.",
         "",
         "| result | meaning |",

@@ -225,7 +225,8 @@ class StepsTheSchedule(SFT):
 
 def test_a_schedule_that_goes_on_in_a_skipped_step_is_found(tmp_path):
     for trainer_class, expected in ((StepsTheSchedule, {"fault"}), (SFT, {"passed"})):
-        assert {row.status for row in steps.skipped_steps(shop(trainer_class, tmp_path))} == expected
+        made = shop(trainer_class, tmp_path, lr_scheduler_type="constant")
+        assert {row.status for row in steps.skipped_steps(made)} == expected
 
 
 class StopsAtNaN(trl.SFTTrainer):
