@@ -218,7 +218,7 @@ class StepsTheSchedule(SFT):
 
         class Steps(TrainerCallback):
             def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
-                lr_scheduler.scheduler.step()
+                getattr(lr_scheduler, "scheduler", lr_scheduler).step()
 
         self.add_callback(Steps())
 
