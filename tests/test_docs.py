@@ -35,7 +35,7 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
 ]
 REFERENCE = {
-    "api", "architecture", "changelog", "cli", "config", "contributing", "cost_tables", "engines",
+    "api", "architecture", "bench_rules", "changelog", "cli", "config", "contributing", "cost_tables", "engines",
     "errors", "experts", "families", "growth", "matrix", "metric_runs", "metrics", "mismatch", "recipes",
     "refusals", "sampler", "tiny_task", "tune_results", "trainers", "versions",
 }  # fmt: skip
