@@ -20,13 +20,13 @@ from transformers import BitsAndBytesConfig, DataCollatorForTokenClassification,
 
 from .. import tiny
 from ..testing import fp16_on_cpu
-from ..trainer.signature import QUANTIZATION, move_quantization_config, signature_of
 from .judges import DTYPES, LEARNING_RATE, Outcome, conclude, fresh, judge_error, judge_run
 from .outcome import Row
 from .subject import PLAIN, Subject
 
 
 ROWS = 8
+QUANTIZATION, PEFT = "quantization_config", "peft_config"
 KINDS = {"full": "full", "lora": "LoRA", "4bit": "4-bit LoRA"}
 
 
@@ -189,18 +189,20 @@ class Workshop:
         else:
             made["model"] = transformers.AutoModelForCausalLM.from_pretrained(self.model(setup.family), **loading)
         made["args"] = subject.config_class(**settings)
-        signature = signature_of(subject.trainer_class.__mro__[:-1])
-        accepted = signature.parameters
+        accepted = subject.parameters
         if setup.kind != "full":
             task_type = {"task_type": "SEQ_CLS"} if subject.task == "reward" else {}
             made["peft_config"] = LoraConfig(
                 r=4, target_modules=["q_proj", "v_proj"], lora_dropout=setup.dropout, **task_type
             )
         if setup.kind == "4bit":
-            made[QUANTIZATION] = BitsAndBytesConfig(
+            quantization = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=DTYPES[setup.weights]
             )
-            made = move_quantization_config(signature, made)
+            if QUANTIZATION in accepted:
+                made[QUANTIZATION] = quantization
+            else:  # before TRL 1.8
+                made["args"].model_init_kwargs[QUANTIZATION] = quantization
         if "reward_funcs" in accepted:
             made["reward_funcs"] = [token_reward]
         if subject.task == "distillation":
@@ -210,7 +212,7 @@ class Workshop:
                 "processing_class": processor,
                 "data_collator": DataCollatorForTokenClassification(processor),
             }
-        made = {name: value for name, value in made.items() if name in accepted or _takes_any(accepted)}
+        made = {name: value for name, value in made.items() if name in accepted}
         chosen = subject.trainer_class
         trainer = (fp16_on_cpu(chosen) if setup.flag == "fp16" else chosen)(**made)
         trainer.remove_callback(PrinterCallback)
@@ -245,7 +247,7 @@ class Workshop:
             setup: The setup.
 
         Returns:
-            `None` if it trains without a fault, else a row that says why the setup is not judged.
+            `None` if it trains without a fault, else a row with the reason why the setup is not judged.
         """
         key = str(setup.control)
         if key not in self._controls:
@@ -340,9 +342,18 @@ def scratch() -> Iterator[Path]:
         yield Path(name)
 
 
-def can_quantize() -> bool:
-    """Whether bitsandbytes is installed."""
-    return importlib.util.find_spec("bitsandbytes") is not None
+def why_not_adapted(subject: Subject, kind: str) -> str:
+    """Why a trainer class cannot train a kind of model; empty if it can.
+
+    Args:
+        subject: The trainer class.
+        kind: `"full"`, `"lora"` or `"4bit"`.
+    """
+    if kind != "full" and not (PEFT in subject.parameters and subject.accepts("model_init_kwargs")):
+        return f"{subject.trainer_class.__name__} does not take `{PEFT}`"
+    if kind == "4bit" and importlib.util.find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed"
+    return ""
 
 
 def describe_error(error: Exception) -> str:
@@ -354,10 +365,6 @@ def describe_error(error: Exception) -> str:
     outcome = Outcome()
     judge_error(error, built=True, outcome=outcome)
     return f"{outcome.message} ({outcome.frame})"
-
-
-def _takes_any(accepted: Mapping[str, Any]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
 
 
 def _tokenized() -> Any:

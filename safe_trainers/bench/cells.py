@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from .build import Setup, Workshop, can_quantize
+from .build import Setup, Workshop, why_not_adapted
 from .outcome import Row
 
 
@@ -122,9 +122,7 @@ def judged(shop: Workshop, setup: Setup, rules: Sequence[str] | None, crash: str
     Returns:
         The result.
     """
-    if setup.kind == "4bit" and not can_quantize():
-        return Row(str(setup), "not applicable", "bitsandbytes is not installed")
-    missing = shop.why_not_built(setup.family)
+    missing = why_not_adapted(shop.subject, setup.kind) or shop.why_not_built(setup.family)
     if missing:
         return Row(str(setup), "not applicable", missing)
     failed = shop.control(setup)

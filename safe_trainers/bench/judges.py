@@ -15,9 +15,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import TrainerCallback
 
+from .. import MEDIA_KEYS
 from ..core.errors import PrecisionError, PrecisionWarning, SafeTrainersError
 from ..core.messages import WARNINGS
-from ..media.caster import MEDIA_KEYS
 from ..testing import ComputeProbe
 from .rules import limit_of, rules
 

@@ -38,8 +38,8 @@ class Row:
     rule: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """The attributes that are not empty."""
-        return {name: value for name, value in vars(self).items() if value}
+        """The run, its status, and the other attributes that are not empty."""
+        return {name: value for name, value in vars(self).items() if value or name in ("run", "status")}
 
 
 @dataclass(frozen=True)

@@ -47,5 +47,5 @@ def limit_of(rule: str) -> float:
     """
     value = rules()[rule].value
     if value is None:
-        raise ValueError(f"rule {rule} has no number")
+        raise ValueError(f"rule {rule} does not have a value")
     return value

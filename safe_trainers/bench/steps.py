@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from .build import Setup, Workshop, can_quantize, with_changes
+from .build import Setup, Workshop, why_not_adapted, with_changes
 from .judges import set_loss_scale
 from .outcome import Row
 
@@ -42,8 +42,9 @@ def resume(shop: Workshop) -> Iterator[Row]:
     if all(map(shop.subject.accepts, WINDOW)):
         runs["two steps of each rollout, fp32"] = Setup(changes=WINDOW)
     for run, setup in runs.items():
-        if setup.kind == "4bit" and not can_quantize():
-            yield Row(run, "not applicable", "bitsandbytes is not installed")
+        missing = why_not_adapted(shop.subject, setup.kind)
+        if missing:
+            yield Row(run, "not applicable", missing)
             continue
         setup = with_changes(replace(setup, steps=STEPS), learning_rate=LEARNING_RATE)
         failed = shop.control(Setup(kind=setup.kind))

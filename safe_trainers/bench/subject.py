@@ -64,6 +64,18 @@ class Subject:
         """Whether there are training data with images for the trainer."""
         return self.task not in ("reward", PLAIN) and self.inherits
 
+    @property
+    def parameters(self) -> set[str]:
+        """The names of the arguments of the constructor, through `*args` and `**kwargs` to those of its bases."""
+        found: set[str] = set()
+        for cls in self.trainer_class.__mro__:
+            own = _parameters(cls).values()
+            passed_on = {p.name for p in own if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+            found |= {p.name for p in own} - passed_on
+            if own and not passed_on:
+                break
+        return found
+
     def accepts(self, setting: str) -> bool:
         """Whether the config has a setting.
 
