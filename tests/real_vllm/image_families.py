@@ -76,12 +76,13 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def save(family: str, folder: Path) -> Path:
+def save(family: str, folder: Path, seed: int = 0) -> Path:
     """Writes a model that vLLM can sample from, and its processor.
 
     Args:
         family: One of `FAMILIES`, or a text family of `safe_trainers.tiny`.
         folder: The folder to write.
+        seed: Seed of the weights.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_models, "_HEADS", 2)  # vLLM's attention on the CPU needs heads of 32 or more
@@ -99,7 +100,7 @@ def save(family: str, folder: Path) -> Path:
         tokenizer = getattr(processor, "tokenizer", processor)
         tokenizer.add_tokens(TOKENS.get(family, []), special_tokens=True)
         processor = PROCESSORS.get(family, lambda made: made)(processor)
-        model = families.build_model(family, tokenizer=tokenizer)
+        model = families.build_model(family, seed=seed, tokenizer=tokenizer)
         if family == "glm4v":  # transformers always has these biases, and vLLM if the config says so
             model.config.text_config.attention_bias = True
         write(model, processor, folder)
