@@ -13,7 +13,7 @@ GPU_RUN = $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$$PWD" $(PYTHON),$(BIN)/python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-experts bench-sampler every-family evidence docs gpu-wheels gpu-evidence upstream compat house release-check clean bench-checks
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-experts bench-sampler every-family evidence docs gpu-wheels gpu-evidence upstream compat house release-check clean bench-checks bench-curves
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -137,7 +137,7 @@ bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by 
 	@$(VLLM)/bin/python benchmarks/sampler.py
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
-bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts evidence ## run all benchmarks and write their pages
+bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts $(VLLM)/.installed setup evidence ## run all benchmarks and write their pages
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py

@@ -31,7 +31,6 @@ from vllm_runs import FLAGS, METRIC, PACKAGES
 
 # isort: split
 import curve_tasks
-import engines
 import torch
 import trl
 from peft import LoraConfig, PeftModel
@@ -197,6 +196,8 @@ def build(curve: Curve, side: str, seed: int, folder: Path, **changes: Any) -> A
         markers = marker_ids(AutoTokenizer.from_pretrained(folder))
         common["generation_kwargs"] = {"logit_bias": dict.fromkeys(markers, -100.0)}
     if curve.vllm:
+        import engines  # it sets vLLM's environment
+
         common |= {key: value for key, value in engines.VLLM.items() if key != "max_completion_length"}
         engines.end_engines()
     reset_accelerate()
@@ -372,9 +373,12 @@ def key_of(row: dict[str, Any]) -> tuple[str, str, int]:
 
 def run_curve(name: str, seeds: list[int], again: bool, root: Path) -> None:
     """Runs what is missing of a curve, and adds each run to the results."""
-    os.environ["MASTER_PORT"] = str(engines.free_port())
     torch.set_num_threads(1)
     curve = CURVES[name]
+    if curve.vllm:
+        import engines
+
+        os.environ["MASTER_PORT"] = str(engines.free_port())
     for seed in seeds:
         for side in curve.sides:
             if not again and (name, side, seed) in map(key_of, read()):

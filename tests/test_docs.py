@@ -36,6 +36,7 @@ PAGES = [
 ]
 REFERENCE = {
     "api", "architecture", "bench_rules", "changelog", "cli", "config", "contributing", "cost_tables", "engines",
+    "api", "architecture", "changelog", "cli", "config", "contributing", "cost_tables", "curves", "engines",
     "errors", "experts", "families", "growth", "matrix", "metric_runs", "metrics", "mismatch", "recipes",
     "refusals", "sampler", "tiny_task", "tune_results", "trainers", "versions",
 }  # fmt: skip

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import architecture_page
 import cost_section
+import curves_page
 import diagrams
 import evidence_page
 import fragments
@@ -39,6 +40,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "config": config_page,
     "cost": cost_section.page,
     "cost_tables": cost_section.tables_page,
+    "curves": curves_page.page,
     "errors": errors_page,
     "evidence": evidence_page.page,
     "experts": experts_page,
@@ -63,6 +65,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "architecture.svg": architecture_page.draw,
     "casts.svg": lambda file: _write(file, diagrams.casts()),
     "cost.svg": cost_section.draw,
+    "curves.svg": curves_page.draw,
     "matrix.svg": evidence_page.draw,
     "metrics.svg": metrics_page.draw,
     "mismatch.svg": mismatch_page.draw,

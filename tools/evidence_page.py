@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cost_section
+import curves_page
 import expected
 import figures
 import fragments
@@ -156,6 +157,7 @@ def page() -> str:
         "here | [trainers](trainers.md) |",
         "| Does a model still learn? | crashes in bf16 | held-out score 0.25 to at least 0.99 in three precisions | "
         "[embedded task](tiny_task.md) |",
+        _curves(),
         f"| How close are sampler and trainer? | – | {_ratio()} | [mismatch](mismatch.md), [vLLM](sampler.md) |",
         f"| What does it cost? | 1 | {_cost()} of the CPU time of a step | [cost](cost.md) |",
         "",
@@ -194,6 +196,15 @@ def _composition(rows: list[dict[str, Any]]) -> list[str]:
     lines += ["| stock TRL | trains correctly | trains something else | crashes |", "|---|---|---|---|"]
     lines += [f"| {name} | {c['trained']} | {c['wrong']} | {c['crashed']} |" for name, c in counts.items()]
     return lines
+
+
+def _curves() -> str:
+    """The row of the learning curves."""
+    compared, stock, safe = curves_page.summary()
+    return (
+        f"| Does a fault change the score at the end of a run? {compared} learning curves | worse in {stock} | "
+        f"worse in {safe} | [curves](curves.md) |"
+    )
 
 
 def _cost() -> str:
