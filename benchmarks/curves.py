@@ -142,12 +142,12 @@ CURVES = {
         Curve("fp16-vllm", "`fp16=True` with vLLM", precision="fp16", vllm=True),
         Curve("4-bit", "4-bit LoRA, learning rate 1e-5", packed=True, weights="bfloat16", **ADAPTERS),
         Curve("syncs", "LoRA on a bf16 base, 2,000 syncs", weights="bfloat16", vllm=True, lora=(16, 32), rate=1e-4,
-              steps=400, syncs=5),
+              steps=200, syncs=10),
         Curve("nan-grpo", "a NaN in one batch, GRPO", plant=plant_nan),
         Curve("nan-sft", "a NaN in one batch, SFT", plant=plant_nan, **FULL_SFT),
         Curve("overflow", "fp16, fused AdamW, early overflows", plant=plant_overflow, **FP16),
         Curve("pure-bf16", "full fine-tuning, bf16 weights", weights="bfloat16", **FULL_SFT),
-        Curve("fp32-masters", "full fine-tuning, fp32 weights, bf16 autocast", **FULL_SFT),
+        Curve("fp32-masters", "full fine-tuning, fp32 weights", **FULL_SFT),
     )
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ def test_without_the_nan_both_runs_are_identical(curves, warmed_up, tmp_path):
     curve = replace(curves.CURVES["nan-sft"], plant=None)
     stock, safe = (curves.run(curve, side, 0, tmp_path, max_steps=3) for side in curves.SIDES)
     assert stock["finite"] is True
-    assert curves_page.verdict([stock], [safe]) == curves_page.IDENTICAL
+    assert curves_page.identical([stock], [safe])
 
 
 def test_an_error_is_the_result_of_a_run(curves, warmed_up, tmp_path):
@@ -87,8 +87,8 @@ def test_equal_runs_are_identical_and_unequal_seeds_are_not_compared():
     runs = [row(seed, 0.9) for seed in range(3)]
     assert curves_page.verdict(runs, runs) == "identical"
     assert curves_page.verdict(runs, [row(seed, 0.9, loss=2.0) for seed in range(3)]) == "no difference shown"
-    assert curves_page.verdict(runs, runs[:2]) == "incomplete"
-    assert curves_page.verdict([], []) == "incomplete"
+    assert curves_page.verdict(runs, runs[:2]) == "too few seeds"
+    assert curves_page.verdict([], []) == "too few seeds"
     ended = [row(seed, 0.9, "E: e") for seed in range(3)]
     assert curves_page.verdict(ended, ended) == "both end in an error"
 

@@ -14,6 +14,8 @@ SIDES = {"stock": "stock TRL", "safe": "safe-trainers"}
 REFERENCE = "reference-"
 COLUMNS = 3
 GREY = "#808080"
+SEEDS, INCOMPLETE = 3, "too few seeds"
+"""The seeds that a verdict needs, and what is printed with fewer."""
 LAST = 10
 """The last steps of a run over which the reward is averaged."""
 SAME, STOCK_HIGHER, SAFE_HIGHER, IDENTICAL = "no difference shown", "stock higher", "safe higher", "identical"
@@ -35,8 +37,8 @@ FAULTS = {
     "nan-grpo": "One element of one forward pass is NaN. Stock has no loss scaler in bf16, and the optimizer writes "
     "NaN into every weight; safe skips the step.",
     "nan-sft": "As above, without a rollout that could notice it.",
-    "overflow": "Gradients overflow while the loss scale is above 64. Fused AdamW hides skipped steps from stock, "
-    "which advances its learning-rate schedule.",
+    "overflow": "Gradients overflow while the loss scale is above 64, for ten steps. Fused AdamW hides skipped "
+    "steps from stock, which advances its learning-rate schedule.",
     "pure-bf16": "The weights are loaded in bfloat16, in which updates of this learning rate round to zero. Neither "
     "trainer changes the dtype of the weights; safe logs the share of lost updates.",
     "fp32-masters": "The same run with weights loaded in float32, which both trainers can do.",
@@ -90,9 +92,12 @@ def verdict(stock: Sequence[Row], safe: Sequence[Row], of: Any = final) -> str:
         stock: The runs of stock TRL, by seed.
         safe: The runs of the safe trainer, with the same seeds.
         of: `final` or `mean_score`.
+
+    Returns:
+        The verdict, or `INCOMPLETE`.
     """
-    if [row["seed"] for row in stock] != [row["seed"] for row in safe] or not stock:
-        return "incomplete"
+    if [row["seed"] for row in stock] != [row["seed"] for row in safe] or len(stock) < SEEDS:
+        return INCOMPLETE
     return IDENTICAL if identical(stock, safe) else compared([of(row) for row in stock], [of(row) for row in safe])
 
 
@@ -177,9 +182,9 @@ def page() -> str:
             described="Held-out score by step for stock TRL and safe-trainers, a panel for each fault.",
         ),
         "",
-        *_list("Stock is as good at the end", EQUAL, results, verdicts),
-        *_list("Stock is worse at the end", STOCK_WORSE, results, verdicts),
-        *_list("Safe is worse at the end", SAFE_WORSE, results, verdicts),
+        *_list("No difference at the end", EQUAL, results, verdicts, on_the_way),
+        *_list("Stock is worse at the end", STOCK_WORSE, results, verdicts, on_the_way),
+        *_list("Safe is worse at the end", SAFE_WORSE, results, verdicts, on_the_way),
         "## Scores",
         "",
         "The mean over the seeds, and the range. *On the way* is the mean of all scores of a run after the first,",
@@ -191,8 +196,8 @@ def page() -> str:
         "",
         "**Rule of the verdict.** *Identical*: scores and losses of every seed agree to four digits. *No difference",
         "shown*: the ranges of the seeds overlap. *Higher*: they do not. If three runs of each of two equal trainers",
-        "had independent scores, their ranges would be disjoint by chance in one of ten comparisons. More runs that",
-        "end in an error on one side are the verdict of themselves.",
+        "had independent scores, their ranges would be disjoint by chance in one of ten comparisons. If more runs of",
+        f"one trainer end in an error, that is the verdict. With fewer than {SEEDS} seeds of both there is none.",
         "",
         "## What differs",
         "",
@@ -217,18 +222,22 @@ def page() -> str:
 
 
 def summary() -> tuple[int, int, int]:
-    """Returns how many curves were compared, and how many of them ended worse with stock and with safe."""
+    """Returns how many curves have a verdict, and how many of them ended worse with stock and with safe."""
     results = Results()
-    verdicts = [verdict(*results.pairs(name)) for name in results.names()]
+    verdicts = [found for name in results.names() if (found := verdict(*results.pairs(name))) != INCOMPLETE]
     return len(verdicts), *(sum(found.startswith(kind) for found in verdicts) for kind in (STOCK_WORSE, SAFE_WORSE))
 
 
-def _list(title: str, kind: tuple[str, ...], results: Results, verdicts: dict[str, str]) -> list[str]:
-    """Lists the curves whose verdict is of a kind."""
-    curves, names = results.heading["curves"], [name for name, found in verdicts.items() if found.startswith(kind)]
-    if not names:
-        return []
-    return [f"## {title}", "", *(f"- {curves[name]['title']}: {verdicts[name]}." for name in names), ""]
+def _list(title: str, kind: tuple[str, ...], results: Results, at_end: Row, on_the_way: Row) -> list[str]:
+    """Lists the curves whose verdict at the end is of a kind."""
+    lines = []
+    for name, found in at_end.items():
+        if not found.startswith(kind):
+            continue
+        stock, safe = (spread([final(row) for row in rows]) for rows in results.pairs(name))
+        other = "" if on_the_way[name] == found else f" On the way: {on_the_way[name]}."
+        lines.append(f"- {results.heading['curves'][name]['title']}: {found}. Stock {stock}, safe {safe}.{other}")
+    return [f"## {title}", "", *lines, ""] if lines else []
 
 
 def _score_row(results: Results, name: str, at_end: str, on_the_way: str) -> str:
