@@ -1,9 +1,12 @@
-"""The two tasks of `curves.py`: a text and an image task with ground truth, their warmed-up models and their score.
+"""The tasks of `curves.py`: texts and images with ground truth, and long answers; their models and their scores.
 
 Text: "what is red two square and blue one circle" has the answer "two red squares and one blue circle". There are 576
 prompts; a quarter of them is held out. Images: the embedded task of `safe_trainers.tiny`. Both models are warmed up
 by supervised training on answers of which 60 % name the first colour for everything, so that the most likely answer
 is wrong in most cases and a reward can correct it.
+
+Long answers: an untrained text model, whose distributions are almost uniform, is rewarded for the share of colour
+words in answers of 48 tokens. Its score is the probability of a colour word after a held-out prompt.
 """
 
 import itertools
@@ -27,7 +30,7 @@ from safe_trainers.tiny.shapes import split_of
 
 BIAS, WARM_UP_STEPS, WARM_UP_RATE = 0.6, 500, 1.5e-3
 IMAGE_FAMILY = "qwen2_5_vl"
-LENGTH = {"text": 10, "image": 5}
+LENGTH = {"text": 10, "image": 5, "long": 48}
 """The largest number of tokens of an answer."""
 HIDDEN, LAYERS, HEADS = 128, 2, 4  # vLLM's attention on the CPU needs heads of at least 32
 
@@ -76,16 +79,32 @@ def text_data(split: str, seed: int, size: int | None = None, *, bias: float | N
     return Dataset.from_dict({"prompt": prompts, "completion": completions})
 
 
+def colour_words(tokenizer: Any) -> list[int]:
+    """Returns the tokens that are colour words, with and without a leading space."""
+    return sorted({ids[0] for word in COLOURS for text in (word, f" {word}") if (ids := tokenizer.encode(text))})
+
+
+def colour_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Rewards the share of colour words in an answer, times two as the rewards of the other tasks."""
+    rewarded = set(colour_words(tiny.build_tokenizer("text")))
+    return [2 * sum(token in rewarded for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def rewards(task: str) -> list[Any]:
+    """Returns the reward functions of a task."""
+    return [colour_reward] if task == "long" else [tiny.exact_match, tiny.attribute_match]
+
+
 def data(task: str, kind: str, seed: int) -> Dataset:
     """Returns the training set of a task.
 
     Args:
-        task: `"text"` or `"image"`.
+        task: `"text"`, `"image"` or `"long"`.
         kind: `"grpo"`, `"sft"`, or `"warm-up"` for biased answers.
         seed: Its seed.
     """
     bias = {"grpo": None, "sft": 0.0, "warm-up": BIAS}[kind]
-    if task == "text":
+    if task != "image":
         return text_data("train", seed, 4000, bias=bias)
     return tiny.prompt_dataset(2000, seed) if bias is None else tiny.sft_dataset(2000, seed, bias=bias)
 
@@ -93,14 +112,15 @@ def data(task: str, kind: str, seed: int) -> Dataset:
 @cache
 def held_out(task: str) -> Dataset:
     """Returns the held-out rows of a task, the same for all seeds."""
-    return text_data("heldout", 0) if task == "text" else tiny.prompt_dataset(192, 0, split="heldout")
+    return tiny.prompt_dataset(192, 0, split="heldout") if task == "image" else text_data("heldout", 0)
 
 
 @torch.no_grad()
 def score(model: Any, processor: Any, task: str) -> float:
     """Returns the share of held-out prompts that a model answers exactly right, decoding greedily.
 
-    The mode of the model stays as it is, because bitsandbytes packs 4-bit weights for the CPU in evaluation mode.
+    With long answers it is the mean probability of a colour word after a prompt. The mode of the model
+    stays as it is, because bitsandbytes packs 4-bit weights for the CPU in evaluation mode.
     """
     rows = held_out(task)
     if task == "image":
@@ -109,6 +129,9 @@ def score(model: Any, processor: Any, task: str) -> float:
     inputs = processor(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]  # (B, T)
     length = ids.shape[1]
+    if task == "long":
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -1].float()
+        return float(logits.softmax(-1)[:, colour_words(processor)].sum(-1).mean())
     for _ in range(LENGTH["text"]):
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -119,19 +142,20 @@ def score(model: Any, processor: Any, task: str) -> float:
 
 
 def make_model(task: str, seed: int, root: Path) -> Path:
-    """Returns the folder of a warmed-up float32 model, which is made on first use.
+    """Returns the folder of a float32 model, which is made on first use.
 
-    Stock TRL's SFT trainer warms it up without any precision flag; all runs of a seed begin with this model.
+    Except for long answers, stock TRL's SFT trainer warms it up without any precision flag. All runs of a seed begin
+    with this model.
 
     Args:
-        task: `"text"` or `"image"`.
+        task: `"text"`, `"image"` or `"long"`.
         seed: Seed of the weights, and of the warm-up.
         root: Where the models are.
     """
     folder = root / f"{task}-{seed}"
     if (folder / "done").is_file():
         return folder
-    if task == "text":
+    if task != "image":
         tokenizer = tiny.build_tokenizer("text")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -143,6 +167,9 @@ def make_model(task: str, seed: int, root: Path) -> Path:
         import image_families
 
         image_families.save(IMAGE_FAMILY, folder, seed)
+    if task == "long":
+        (folder / "done").touch()
+        return folder
     reset_accelerate()
     arguments = trl.SFTConfig(
         output_dir=str(root / "out"), bf16=False, use_cpu=True, max_steps=WARM_UP_STEPS, save_strategy="no",
@@ -159,5 +186,5 @@ def make_model(task: str, seed: int, root: Path) -> Path:
 
 def load(task: str, folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Loads a saved model and its processor."""
-    loader = AutoModelForCausalLM if task == "text" else AutoModelForImageTextToText
+    loader = AutoModelForImageTextToText if task == "image" else AutoModelForCausalLM
     return loader.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)

@@ -38,7 +38,6 @@ from policing import reset_accelerate
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
 import safe_trainers
-from safe_trainers import tiny
 from safe_trainers.testing import fp16_on_cpu
 from safe_trainers.tiny.tokenizer import marker_ids
 
@@ -86,7 +85,7 @@ class Curve:
     Attributes:
         name: Its name in the results.
         title: What is trained, for the page.
-        task: `"text"` or `"image"`.
+        task: `"text"`, `"image"` or `"long"`.
         method: `"grpo"` or `"sft"`.
         precision: `"bf16"`, `"fp16"` or `"fp32"`, the flag of the config.
         weights: The dtype of the loaded weights.
@@ -127,18 +126,21 @@ def _reference(name: str, title: str, **changes: Any) -> Curve:
 FULL_SFT = {"method": "sft", "rate": 1e-5, "steps": 100}
 ADAPTERS = {"method": "sft", "rate": 1e-5, "steps": 600, "lora": (16, 32)}
 IMAGES = {"task": "image", "rate": 5e-5}
+LONG = {"task": "long", "rate": 1e-3, "steps": 40}
 FP16 = {"precision": "fp16", "changes": {"optim": "adamw_torch_fused"}}
 CURVES = {
     curve.name: curve
     for curve in (
         _reference("reference-text", "reference: GRPO, text"),
         _reference("reference-image", "reference: GRPO, images", **IMAGES),
+        _reference("reference-long", "reference: GRPO, long answers", **LONG),
         _reference("reference-sft", "reference: SFT, text", **FULL_SFT),
         _reference("reference-lora", "reference: SFT, text, LoRA", **ADAPTERS),
         Curve("image", "image prompts through vLLM", vllm=True, **IMAGES),
         Curve("image-markers", "image prompts, marker tokens forbidden", vllm=True, forbid_markers=True, **IMAGES),
         Curve("top-p", "`top_p=0.9` through vLLM", vllm=True, changes={"top_p": 0.9}),
         Curve("top-k", "`top_k=20` through vLLM", vllm=True, changes={"top_k": 20}),
+        Curve("top-k-long", "`top_k=20`, answers of 48 tokens", vllm=True, changes={"top_k": 20}, **LONG),
         Curve("fp16-vllm", "`fp16=True` with vLLM", precision="fp16", vllm=True),
         Curve("4-bit", "4-bit LoRA, learning rate 1e-5", packed=True, weights="bfloat16", **ADAPTERS),
         Curve("syncs", "LoRA on a bf16 base, 2,000 syncs", weights="bfloat16", vllm=True, lora=(16, 32), rate=1e-4,
@@ -187,7 +189,7 @@ def build(curve: Curve, side: str, seed: int, folder: Path, **changes: Any) -> A
             "per_device_train_batch_size": 32, "num_generations": 8, "beta": 0.0, "temperature": 1.0,
             "max_completion_length": curve_tasks.LENGTH[curve.task],
         }  # fmt: skip
-        rewards = {"reward_funcs": [tiny.exact_match, tiny.attribute_match]}
+        rewards = {"reward_funcs": curve_tasks.rewards(curve.task)}
         names = ("GRPOTrainer", "GRPOConfig")
     else:
         common |= {"per_device_train_batch_size": 16, "completion_only_loss": True, "max_length": None}

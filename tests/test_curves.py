@@ -103,3 +103,17 @@ def test_missing_runs_are_named(tmp_path):
     assert set(results.missing()) - set(before) == {"nan-sft (seeds: safe 1)"}
     # Only seeds of both sides are compared.
     assert [[found["seed"] for found in side] for side in results.pairs("nan-sft")] == [[0, 2], [0, 2]]
+
+
+def test_the_reward_and_the_score_of_long_answers_are_the_share_of_colour_words(warmed_up, tmp_path, curves):
+    folder = warmed_up.make_model("long", 0, tmp_path)
+    model, tokenizer = warmed_up.load("long", folder, curves.torch.float32)
+    words = tokenizer.encode("red blue")
+    assert set(words) < set(warmed_up.colour_words(tokenizer))
+    assert warmed_up.colour_reward([words, [*words, *tokenizer.encode(" and what")], []]) == [2, 1, 0]
+    untrained = warmed_up.score(model, tokenizer, "long")
+    assert untrained == pytest.approx(len(warmed_up.colour_words(tokenizer)) / len(tokenizer), rel=0.5)
+    with curves.torch.no_grad():
+        model.lm_head.weight.zero_()
+    uniform = warmed_up.score(model, tokenizer, "long")
+    assert uniform == pytest.approx(len(warmed_up.colour_words(tokenizer)) / len(tokenizer), rel=1e-4)

@@ -30,6 +30,7 @@ FAULTS = {
     "top-p": "vLLM returns log-probabilities of the tokens that it keeps, and stock compares them with those of the "
     "whole vocabulary: the importance weights of stock fall with the length of an answer.",
     "top-k": "As above.",
+    "top-k-long": "As above, with long answers and distributions that are almost uniform, of which little is kept.",
     "fp16-vllm": "Stock passes no dtype to vLLM, which samples in bfloat16.",
     "4-bit": "Stock rounds the adapters of a 4-bit model to bfloat16; safe keeps them in float32.",
     "syncs": "For each sync, stock merges the adapters into the bfloat16 base and subtracts them again, which rounds "
@@ -172,7 +173,8 @@ def page() -> str:
         "",
         "Runs of stock TRL and of safe-trainers with the same model, data, seeds and settings: TRL's plain config",
         "is passed to both. Each curve has one fault of precision. The score is the share of held-out prompts that",
-        "the trained model answers exactly right, decoding greedily.",
+        "the trained model answers exactly right, decoding greedily; with answers of 48 tokens, the probability of",
+        "a rewarded word after a held-out prompt.",
         "",
         *figures.embed(
             "curves.svg",
@@ -347,7 +349,8 @@ def _settings(results: Results) -> list[str]:
         "with beta2 0.95; GRPO with 4 prompts of 8 completions, `beta=0`, the rewards exact match and share of right",
         "words; SFT with batches of 16. Answers have up to 8 tokens in text and 4 with images. The text model is a",
         "Llama with two layers of width 128, and the image model a Qwen2.5-VL with one of width 64, warmed up in",
-        "float32 on answers of which 60 % name one colour.",
+        "float32 on answers of which 60 % name one colour. With long answers the text model is not warmed up, and",
+        "the reward is twice the share of colour words.",
         "",
         "| run | trained | weights, flag | adapters | learning rate | steps | other |",
         "|---|---|---|---|---|---|---|",
