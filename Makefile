@@ -137,7 +137,11 @@ bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by 
 	@$(VLLM)/bin/python benchmarks/sampler.py
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
-bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts $(VLLM)/.installed setup evidence ## run all benchmarks and write their pages
+bench-curves: $(VLLM)/.installed setup ## train under faults of precision with stock and safe trainers: docs/curves.md (40 minutes)
+	@$(VLLM)/bin/python benchmarks/curves.py
+	@$(BIN)/python tools/build_docs.py
+
+bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts evidence ## run all benchmarks and write their pages
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py
