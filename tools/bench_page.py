@@ -29,10 +29,10 @@ def bench_page() -> str:
         "your own. It trains tiny models on the CPU, needs no network, and ends within 10 minutes.",
         "",
         "```console",
-        "safe-trainers bench --trainer safe_trainers:SafeSFTTrainer --only truncation,skipped-steps --json bench.json",
+        "safe-trainers bench --trainer safe_trainers:SafeSFTTrainer --only truncation,skipped-steps",
         "```",
         "",
-        "Stock GRPO, with all checks:",
+        "`--json FILE` writes every run. Stock GRPO, with all checks:",
         "",
         "```text",
         f"$ safe-trainers bench --trainer {SAMPLE}",
@@ -139,7 +139,7 @@ def _table(runs: list[Run], release: bool = False) -> list[str]:
 def _cell(check: Run) -> str:
     ran = [row for row in check["rows"] if row["status"] != "not applicable"]
     wrong = [row for row in ran if row["status"] in WRONG]
-    return f"{len(wrong)} of {len(ran)}" if ran else "–"
+    return f"{len(wrong)}/{len(ran)}" if ran else "–"
 
 
 def _short(run: Run) -> str:
