@@ -47,6 +47,7 @@ def trained(model, folder, resume):
     return {name: p.detach() for name, p in trainer.model.named_parameters() if "lora_" in name}
 
 
+set_seed(0)
 with tempfile.TemporaryDirectory() as folder:
     LlamaForCausalLM(config).save_pretrained(f"{folder}/model")
     whole = trained(f"{folder}/model", f"{folder}/run", None)
