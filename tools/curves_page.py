@@ -26,18 +26,19 @@ STOCK_WORSE, SAFE_WORSE = (SAFE_HIGHER, "stock ends"), (STOCK_HIGHER, "safe ends
 FAULTS = {
     "image": "TRL 1.16 sends vLLM prompts whose image tokens the processor has expanded, and vLLM expands the first "
     "again, so that stock samples from other prompts than it scores.",
-    "image-markers": "As above. `logit_bias` forbids marker tokens in the sampler, for both trainers.",
+    "image-markers": "The same fault. `logit_bias` forbids marker tokens in the sampler, for both trainers; otherwise "
+    "a sampled image token ends a run of stock.",
     "top-p": "vLLM returns log-probabilities of the tokens that it keeps, and stock compares them with those of the "
-    "whole vocabulary: the importance weights of stock fall with the length of an answer.",
-    "top-k": "As above.",
-    "top-k-long": "As above, with long answers and distributions that are almost uniform, of which little is kept.",
+    "whole vocabulary: the importance weights of stock fall with the length of an answer. Here little is cut.",
+    "top-k": "The same fault. The distributions are narrow, so that the 20 tokens have almost all of the probability.",
+    "top-k-long": "The same fault, with distributions that are almost uniform, of which little is kept.",
     "fp16-vllm": "Stock passes no dtype to vLLM, which samples in bfloat16.",
     "4-bit": "Stock rounds the adapters of a 4-bit model to bfloat16; safe keeps them in float32.",
     "syncs": "For each sync, stock merges the adapters into the bfloat16 base and subtracts them again, which rounds "
     "twice; safe merges a copy.",
     "nan-grpo": "One element of one forward pass is NaN. Stock has no loss scaler in bf16, and the optimizer writes "
     "NaN into every weight; safe skips the step.",
-    "nan-sft": "As above, without a rollout that could notice it.",
+    "nan-sft": "The same fault, without a rollout that could notice it.",
     "overflow": "Gradients overflow while the loss scale is above 64, for ten steps. Fused AdamW hides skipped "
     "steps from stock, which advances its learning-rate schedule.",
     "pure-bf16": "The weights are loaded in bfloat16, in which updates of this learning rate round to zero. Neither "
