@@ -26,8 +26,8 @@ STOCK_WORSE, SAFE_WORSE = (SAFE_HIGHER, "stock ends"), (STOCK_HIGHER, "safe ends
 FAULTS = {
     "image": "TRL 1.16 sends vLLM prompts whose image tokens the processor has expanded, and vLLM expands the first "
     "again, so that stock samples from other prompts than it scores.",
-    "image-markers": "The same fault. `logit_bias` forbids marker tokens in the sampler, for both trainers; otherwise "
-    "a sampled image token ends a run of stock.",
+    "image-markers": "The same fault. `logit_bias` forbids marker tokens in the sampler, for both trainers; without it "
+    "a sampled image token can end a run of stock.",
     "top-p": "vLLM returns log-probabilities of the tokens that it keeps, and stock compares them with those of the "
     "whole vocabulary: the importance weights of stock fall with the length of an answer. Here little is cut.",
     "top-k": "The same fault. The distributions are narrow, so that the 20 tokens have almost all of the probability.",
