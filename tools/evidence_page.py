@@ -202,8 +202,8 @@ def _curves() -> str:
     """The row of the learning curves."""
     compared, stock, safe = curves_page.summary()
     return (
-        f"| Does a fault change the score at the end of a run? {compared} learning curves | worse, or stopped by an error, in {stock} | "
-        f"in {safe} | [curves](curves.md) |"
+        f"| Does a fault change the score at the end of a run? {compared} learning curves | "
+        f"worse, or stopped by an error, in {stock} | in {safe} | [curves](curves.md) |"
     )
 
 
