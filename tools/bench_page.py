@@ -126,13 +126,18 @@ def _printed(run: Run) -> list[str]:
 
 
 def _table(runs: list[Run], release: bool = False) -> list[str]:
-    head = [*(["TRL"] if release else []), "trainer", *CHECKS, "seconds"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for run in runs:
-        found = {check["check"]: check for check in run["checks"]}
-        cells = [_cell(found[name]) for name in CHECKS]
-        first = [run["versions"]["trl"]] if release else []
-        lines.append(f"| {' | '.join([*first, _short(run), *cells, format(run['seconds'], '.0f')])} |")
+    """A row for each check and a column for each trainer, stock and safe in tables of their own."""
+    lines: list[str] = []
+    for safe in (False, True):
+        chosen = [run for run in runs if run["trainer"].startswith("safe_trainers:") is safe]
+        if not chosen:
+            continue
+        names = [_short(run) + (f", TRL {run['versions']['trl']}" if release else "") for run in chosen]
+        found = [{check["check"]: check for check in run["checks"]} for run in chosen]
+        rows = [[name, *(_cell(checks[name]) for checks in found)] for name in CHECKS]
+        rows.append(["seconds", *(format(run["seconds"], ".0f") for run in chosen)])
+        table = [["check", *names], ["---"] * (len(names) + 1), *rows]
+        lines += [*([""] if lines else []), *(f"| {' | '.join(cells)} |" for cells in table)]
     return lines
 
 
@@ -143,7 +148,7 @@ def _cell(check: Run) -> str:
 
 
 def _short(run: Run) -> str:
-    return f"`{run['trainer'].partition(':')[2]}`"
+    return str(run["trainer"].partition(":")[2].removesuffix("Trainer"))
 
 
 def _wrong_safe(runs: list[Run]) -> list[str]:
@@ -165,13 +170,17 @@ def _wrong_safe(runs: list[Run]) -> list[str]:
 def rules_page() -> str:
     """Returns `bench_rules.md`."""
     lines = [
+        "---",
+        "nosearch: true",
+        "---",
+        "",
         "# Rules of the bench",
         "",
         "What `safe-trainers bench` [counts as wrong](bench.md). The [matrix](matrix.md) has the same judges.",
         "",
     ]
     for name, check in CHECKS.items():
-        lines += [f"## {name}", "", f"{check.summary[:1].upper()}{check.summary[1:]}.", ""]
+        lines += [f"**{name}**: {check.summary}.", ""]
         for rule in rules().values():
             if rule.check == name:
                 lines += [
