@@ -34,22 +34,36 @@ def test_every_process_reads_weights_and_states_but_not_files_of_other_ranks(che
 
 
 def check(monkeypatch, folder, names, world=4, others=()):
-    """Checks in a process that is not the main one, which has written `names`."""
+    """Checks in a process that is not the main one, which has written `names`.
+
+    Returns:
+        What this process sent to the others.
+    """
+    sent = []
+
+    def gather(found):
+        sent.extend(found)
+        return [*others, *found]
 
     def broadcast(objects):
         objects[0] = names
 
     monkeypatch.setattr(mixin, "broadcast_object_list", broadcast)
-    monkeypatch.setattr(mixin, "gather_object", lambda found: [*others, *found])
+    monkeypatch.setattr(mixin, "gather_object", gather)
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=world, process_index=2), accelerator=SimpleNamespace(is_main_process=False)
     )
     ExactCheckpoints._check_everywhere(trainer, folder)
+    return sent
 
 
 def test_a_checkpoint_that_all_machines_have_is_taken(monkeypatch, checkpoint):
-    check(monkeypatch, checkpoint, READ, others=[(0, "a", [])])
-    check(monkeypatch, checkpoint / "missing", READ, world=1)
+    monkeypatch.setattr("socket.gethostname", lambda: "second")
+    assert check(monkeypatch, checkpoint, READ, others=[(0, "first", [])]) == [(2, "second", [])]
+
+
+def test_a_single_process_sends_nothing(monkeypatch, checkpoint):
+    assert check(monkeypatch, checkpoint / "missing", READ, world=1) == []
 
 
 def test_the_refusal_names_the_machine_and_the_files(monkeypatch, checkpoint):
