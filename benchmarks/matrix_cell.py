@@ -22,7 +22,8 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PrinterCallback
 
 import safe_trainers
-from safe_trainers.bench.judges import DTYPES, LEARNING_RATE, Outcome, conclude, fresh, judge_error, judge_run
+from safe_trainers.bench.build import common_settings
+from safe_trainers.bench.judges import DTYPES, Outcome, conclude, fresh, judge_error, judge_run
 from safe_trainers.testing import fp16_on_cpu
 
 
@@ -110,20 +111,8 @@ def build(cell: Cell, safe: bool, **changes: Any) -> Any:
         if changes.pop("safe_config", False)
         else getattr(trl, f"{name}Config")
     )
-    settings: dict[str, Any] = {
-        "output_dir": str(Path(_root().name) / "out"),
-        "use_cpu": True,
-        "bf16": cell.flag == "bf16",
-        "fp16": cell.flag == "fp16",
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": LEARNING_RATE,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": str(DTYPES[cell.weights])[6:]},
-    }
+    settings = common_settings(Path(_root().name) / "out", cell.flag)
+    settings["model_init_kwargs"] = {"dtype": str(DTYPES[cell.weights])[6:]}
     if cell.task in ("grpo", "rloo"):
         settings |= {
             "num_generations": 2,

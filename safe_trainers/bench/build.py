@@ -30,6 +30,29 @@ QUANTIZATION, PEFT = "quantization_config", "peft_config"
 KINDS = {"full": "full", "lora": "LoRA", "4bit": "4-bit LoRA"}
 
 
+def common_settings(folder: Path, flag: str, steps: int = 2) -> dict[str, Any]:
+    """The training arguments that all measured runs share.
+
+    Args:
+        folder: The `output_dir`.
+        flag: `"bf16"`, `"fp16"` or `"none"`.
+        steps: Number of optimizer steps.
+    """
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": flag == "bf16",
+        "fp16": flag == "fp16",
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "learning_rate": LEARNING_RATE,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is trained, and how.
@@ -155,19 +178,7 @@ class Workshop:
         fresh()
         torch.manual_seed(0)
         processor = tiny.build_processor(setup.family)
-        settings: dict[str, Any] = {
-            "output_dir": str(self.folder / "out"),
-            "use_cpu": True,
-            "bf16": setup.flag == "bf16",
-            "fp16": setup.flag == "fp16",
-            "max_steps": setup.steps,
-            "per_device_train_batch_size": 4,
-            "learning_rate": LEARNING_RATE,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
+        settings = common_settings(self.folder / "out", setup.flag, setup.steps)
         optional: dict[str, Any] = {
             "num_generations": 2,
             "max_completion_length": 4,
