@@ -26,6 +26,8 @@ from .subject import PLAIN, Subject
 
 
 ROWS = 8
+VISIBLE_RATE = 1e-3
+"""A learning rate at which a few steps change every weight, for checks that compare the weights of two runs."""
 QUANTIZATION, PEFT = "quantization_config", "peft_config"
 KINDS = {"full": "full", "lora": "LoRA", "4bit": "4-bit LoRA"}
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from .build import Setup, Workshop, why_not_adapted, with_changes
+from .build import VISIBLE_RATE, Setup, Workshop, why_not_adapted, with_changes
 from .judges import set_loss_scale
 from .outcome import Row
 
 
-LEARNING_RATE = 1e-3
 STEPS, SAVED = 4, 3
 WINDOW = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 """Two steps of each rollout: step 3 is the first of the second rollout."""
@@ -46,7 +45,7 @@ def resume(shop: Workshop) -> Iterator[Row]:
         if missing:
             yield Row(run, "not applicable", missing)
             continue
-        setup = with_changes(replace(setup, steps=STEPS), learning_rate=LEARNING_RATE)
+        setup = with_changes(replace(setup, steps=STEPS), learning_rate=VISIBLE_RATE)
         failed = shop.control(Setup(kind=setup.kind))
         yield failed or shop.attempt(run, lambda s=setup, r=run: _resumed(shop, s, r))  # type: ignore[misc]
 
@@ -122,7 +121,7 @@ def skipped_steps(shop: Workshop) -> Iterator[Row]:
         yield failed
         return
     for optimizer in ("adamw_torch_fused", "adamw_torch"):
-        setup = with_changes(Setup(flag="fp16", steps=4), learning_rate=LEARNING_RATE, optim=optimizer)
+        setup = with_changes(Setup(flag="fp16", steps=4), learning_rate=VISIBLE_RATE, optim=optimizer)
         yield shop.attempt(optimizer, lambda s=setup, r=optimizer: _overflowing(shop, s, r))  # type: ignore[misc]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from .. import tiny
 from ..model.parts import find_parts, unwrap
-from .build import Setup, Workshop, with_changes
+from .build import VISIBLE_RATE, Setup, Workshop, with_changes
 from .cells import VISION
 from .outcome import Row
 
@@ -17,7 +17,6 @@ Ids = tuple[int, ...]
 
 FAMILIES = ("text", VISION, "qwen2_5_vl")
 """One image token for each patch, and one for each group of patches between two markers."""
-LEARNING_RATE = 1e-3
 
 
 class Tokens:
@@ -192,7 +191,7 @@ def _masked(shop: Workshop) -> Row:
     setup = with_changes(
         Setup("text", steps=1),
         generation_kwargs={"suppress_tokens": banned},
-        learning_rate=LEARNING_RATE,
+        learning_rate=VISIBLE_RATE,
         weight_decay=0.0,
     )
     changed = {}
