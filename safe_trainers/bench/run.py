@@ -63,9 +63,8 @@ def bench_trainer(
             not exist.
     """
     names = chosen_checks(only)
-    subject = (
-        describe(load_class(trainer), trainer, args) if isinstance(trainer, str) else describe(trainer, args=args)
-    )
+    written = trainer if isinstance(trainer, str) else ""
+    subject = describe(load_class(trainer) if isinstance(trainer, str) else trainer, written, args, task)
     say = progress or (lambda line: None)
     results, started = [], time.monotonic()
     for number, name in enumerate(names, 1):

@@ -430,6 +430,19 @@ def test_bad_input_is_one_message(words, text, capsys, tmp_path, monkeypatch):
     assert shown.out == ""
 
 
+@pytest.mark.parametrize("trainer", ["trl:SFTTrainer", trl.SFTTrainer])
+def test_a_written_task_replaces_the_detected_one(trainer):
+    assert bench_trainer(trainer, only=[]).task == "sft"
+    assert bench_trainer(trainer, task="reward", only=[]).task == "reward"
+
+
+def test_the_command_passes_the_written_task_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--trainer", "trl:SFTTrainer", "--task", "reward", "--only", "prompt-ids", "--json", "bench.json"]
+    main(["bench", *words])
+    assert json.loads((tmp_path / "bench.json").read_text())["task"] == "reward"
+
+
 def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_trainers.py").write_text("import trl\n\n\nclass Mine(trl.SFTTrainer):\n    pass\n")
