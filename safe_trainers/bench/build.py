@@ -131,16 +131,17 @@ class Workshop:
         return str(place)
 
     def why_not_built(self, family: str) -> str:
-        """Why the installed transformers cannot build a family; empty if it can.
+        """Why the installed transformers cannot build a family, or load its processor; empty if it can.
 
         Args:
             family: One of `tiny.FAMILIES`.
         """
         try:
             with quiet():
-                self.model(family)
+                transformers.AutoProcessor.from_pretrained(self.model(family))
         except Exception as error:  # releases of transformers lack classes, or need torchvision for them
-            return f"transformers {transformers.__version__} cannot build {family}: {type(error).__name__}: {error}"
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            return f"transformers {transformers.__version__} cannot build {family}: {why}"
         return ""
 
     def dataset(self, family: str) -> Any:

@@ -216,7 +216,8 @@ class Recorder:
         """Records the gradients of the parameters and the state of the optimizer, before an optimizer step."""
         if not self._open:
             return
-        for name, slot, parameter in self._trained():
+        trained = list(self._trained())
+        for name, slot, parameter in trained:
             if parameter.grad is not None:
                 self._event(
                     _PHASE[storage.BACKWARD],
@@ -227,7 +228,7 @@ class Recorder:
                     self._value(parameter.grad, False),
                 )
         state, phase = getattr(optimizer, "state", {}), _PHASE[storage.OPTIMIZER]
-        for name, slot, parameter in self._trained():
+        for name, slot, parameter in trained:
             held = list(tensors_in(state.get(parameter, {}), ""))
             if held:
                 keys = "+".join(key for key, _ in held)

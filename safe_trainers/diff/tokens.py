@@ -91,6 +91,7 @@ class TokenRows:
         self._seeds: np.ndarray[Any, Any] = np.zeros(0, np.int64)
         self._prompt = 0
         self._origins: dict[tuple[str, int], torch.Tensor] = {}
+        self._indices: dict[tuple[int, bool, torch.device], tuple[Any, Any, torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, inputs: Mapping[str, Any], rollout: bool) -> None:
         """Chooses the tokens of a call: the first ones of a rollout, and those again in other phases.
@@ -101,6 +102,7 @@ class TokenRows:
         """
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         self.chosen = []
+        self._indices.clear()
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or (not rollout and not self._numbers):
             return
         seeds = media_of(inputs, ids.shape[0])
@@ -151,14 +153,23 @@ class TokenRows:
         if tensor.shape[1] != self._shape[1] and (tensor.ndim == 2 or (name and "head" not in name)):
             return None
         offset = self._shape[1] - tensor.shape[1]
-        found = [(row, place - offset, number, key) for row, place, number, key in self.chosen if place >= offset]
-        if not found:
+        rows, labels, *index = self._places(offset, tensor.shape[0] > 1, tensor.device)
+        if not rows:
             return None
-        rows, places, numbers, keys = zip(*found, strict=True)
-        held = [row if tensor.shape[0] > 1 else 0 for row in rows]
-        values = tensor.detach()[held, list(places)]  # (N, H) or (N,)
+        values = tensor.detach()[tuple(index)]  # (N, H) or (N,)
         if "position" in slot and not tensor.is_floating_point():
             # Padding moves all positions of a sequence, so that they are counted from its first chosen token.
             origins = [self._origins.setdefault((slot, row), value) for row, value in zip(rows, values, strict=True)]
             values = values - torch.stack(origins)
-        return list(zip(numbers, keys, strict=True)), values.reshape(len(found), -1)
+        return labels, values.reshape(len(rows), -1)
+
+    def _places(self, offset: int, several: bool, device: torch.device) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+        """Sequences, numbers with keys, and the index of the chosen tokens in tensors of the running call."""
+        known = offset, several, device
+        if known not in self._indices:
+            found = [chosen for chosen in self.chosen if chosen[1] >= offset]
+            rows = [row for row, *_ in found]
+            held = torch.tensor(rows if several else [0] * len(rows), dtype=torch.long, device=device)
+            places = torch.tensor([place - offset for _, place, *_ in found], dtype=torch.long, device=device)
+            self._indices[known] = rows, [(number, key) for *_, number, key in found], held, places
+        return self._indices[known]
