@@ -88,6 +88,7 @@ def test_equal_runs_are_identical_and_unequal_seeds_are_not_compared():
     assert curves_page.verdict(runs, runs) == "identical"
     assert curves_page.verdict(runs, [row(seed, 0.9, loss=2.0) for seed in range(3)]) == "no difference shown"
     assert curves_page.verdict(runs, runs[:2]) == "too few seeds"
+    assert curves_page.verdict(runs[:2], runs[:2]) == "too few seeds"
     assert curves_page.verdict([], []) == "too few seeds"
     ended = [row(seed, 0.9, "E: e") for seed in range(3)]
     assert curves_page.verdict(ended, ended) == "both end in an error"

@@ -355,6 +355,8 @@ def test_a_process_that_dies_or_hangs_ends_only_its_check(trainer_class, status,
     found = bench_trainer(trainer_class, only=["skipped-steps", "media"], time_limit=limit, progress=lines.append)
     assert [result.status for result in found.results] == [status, status if status == "crashed" else "could not run"]
     assert text in found.results[0].detail
+    if trainer_class is Hangs:
+        assert found.results[1].detail == "the time limit of 8 s had passed"  # it is not started
     assert len(lines) == 4
 
 
