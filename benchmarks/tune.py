@@ -215,15 +215,15 @@ def promise(subject: Subject, folder: Path) -> dict[str, Any]:
     return content | {"run": logged["precision/logp_mismatch_mean"], "steps": steps, "rows": ROWS}
 
 
-def measure(name: str, steps: int) -> dict[str, Any]:
-    """Measures one family."""
+def measure(name: str, steps: int, promised: Any = None) -> dict[str, Any]:
+    """Measures one family; a promise that was measured before is kept."""
     row: dict[str, Any] = {"family": name}
     with tempfile.TemporaryDirectory() as scratch:
         try:
             subject = Subject(name, scratch, steps)
             begun = time.perf_counter()
             row |= compare(subject, Path(scratch))
-            row["promise"] = promise(subject, Path(scratch))
+            row["promise"] = promised or promise(subject, Path(scratch))
             row["seconds"] = round(time.perf_counter() - begun, 1)
         except (SafeTrainersError, AttributeError, ValueError, RuntimeError) as error:  # a result
             row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -249,6 +249,7 @@ def main() -> None:
     """Measures the families that have no result, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="families to measure, separated by commas, even if they have results")
+    parser.add_argument("--budgets", action="store_true", help="measure the searches within a budget, keep promises")
     parser.add_argument("--steps", type=int, default=150, help="training steps of the byte model")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -269,7 +270,8 @@ def main() -> None:
         "models": list(names),
     }
     for name in chosen:
-        known[name] = row = measure(name, options.steps)
+        promised = known.get(name, {}).get("promise") if options.budgets else None
+        known[name] = row = measure(name, options.steps, promised)
         lines = [heading, *(known[other] for other in names if other in known)]
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         print(name, row.get("reason") or summary(row), file=sys.stderr, flush=True)

@@ -43,15 +43,22 @@ def find_groups(model: nn.Module) -> tuple[Group, ...]:
         routers, the head, and each tower and projector. Modules that cannot compute in float32, such as those with
         8-bit layers, are left out.
     """
-    found: dict[frozenset[str], Group] = {}
-    for label, names in _named_groups(model):
-        try:
-            modules = frozenset(find_modules(model, names))
-        except PrecisionError:
-            continue
-        if modules and modules not in found:
-            found[modules] = Group(label, modules, extra_bytes(model, modules))
-    return tuple(found.values())
+    return _groups(model, _named_groups(model))
+
+
+def divide(model: nn.Module, group: Group) -> tuple[Group, ...]:
+    """Divides a group into the children of its modules, such as the projections of an attention layer.
+
+    Args:
+        model: The model.
+        group: One of its groups.
+
+    Returns:
+        A group for each child with weights; none if the modules have no children.
+    """
+    base = unwrap(model)
+    children = ((name, label) for name in sorted(group.modules) for label, _ in _children(base.get_submodule(name)))
+    return _groups(model, ((f"{group.name}.{label}", [f"{name}.{label}"]) for name, label in children))
 
 
 def layer_names(model: nn.Module) -> tuple[str, ...]:
@@ -101,6 +108,19 @@ def shortest_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
         patterns.append(pattern)
         left = {other: None for other in left if other not in covered}
     return patterns
+
+
+def _groups(model: nn.Module, named: Iterable[tuple[str, list[str]]]) -> tuple[Group, ...]:
+    """Makes groups of modules that can compute in float32; of equal groups, the first one."""
+    found: dict[frozenset[str], Group] = {}
+    for label, names in named:
+        try:
+            modules = frozenset(find_modules(model, names))
+        except PrecisionError:
+            continue
+        if modules and modules not in found:
+            found[modules] = Group(label, modules, extra_bytes(model, modules))
+    return tuple(found.values())
 
 
 def _named_groups(model: nn.Module) -> Iterator[tuple[str, list[str]]]:

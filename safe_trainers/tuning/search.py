@@ -2,7 +2,8 @@
 
 The contribution of each group is measured in two ways: with only this group in float32, and with only this group in
 half precision. The second orders the groups, because half-precision modules behind a group hide its contribution. Sets
-are then grown greedily, and each step is decided by measurements. At the end, modules that are not needed are removed.
+are then grown greedily, and each step is decided by measurements. What is left of a budget is filled with parts of
+groups. At the end, modules that are not needed are removed.
 """
 
 import math
@@ -18,6 +19,8 @@ NOTHING: Modules = frozenset()
 
 SHORTLIST = 3
 """Number of groups that are tried in a greedy step, by each order."""
+PARTS = 16
+"""Number of parts of groups that are tried when the rest of a budget is filled."""
 STALLS = 2
 """Greedy steps without an improvement after which the path ends; two sources may have to be removed together."""
 TOLERANCE = 1.02
@@ -50,6 +53,11 @@ class Goal:
     def has_target(self) -> bool:
         """Whether the smallest set is searched, and not the smallest mismatch."""
         return self.max_mismatch is not None or self.min_ess is not None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether bytes or time are limited."""
+        return self.max_bytes is not None or self.max_time is not None
 
     def is_met(self, figures: Figures) -> bool:
         """Whether the mismatch is small enough; without a target it never is."""
@@ -102,6 +110,7 @@ class Search:
         measure: Measures a set. May raise `OutOfTimeError`.
         size: Returns the bytes of a set.
         goal: The goal.
+        divide: Returns the parts of a group.
         found: All measured sets.
         contributions: The contributions of the groups, as far as they were measured.
         complete: Whether the search ended before the time limit.
@@ -112,9 +121,11 @@ class Search:
     measure: Callable[[Modules], Figures]
     size: Callable[[Modules], int]
     goal: Goal
+    divide: Callable[[Group], Sequence[Group]] = lambda group: ()
     found: dict[Modules, Figures] = field(default_factory=dict)
     contributions: list[Contribution] = field(default_factory=list)
     complete: bool = False
+    _added: list[Group] = field(default_factory=list)  # parts of groups that filled the budget
 
     @property
     def everything(self) -> Modules:
@@ -134,8 +145,9 @@ class Search:
             if whole.mean < self.found[NOTHING].mean / FLOOR or not whole.computes:
                 self._by_contribution()
                 self._greedy()
-                if not self.goal.has_target:
+                if self._has_room():
                     self._swap()
+                    self._fill(whole)
             self._prune()
             self.complete = True
         except OutOfTimeError:
@@ -305,13 +317,35 @@ class Search:
                 if self._fits(names):
                     self._figures(names)
 
+    def _fill(self, whole: Figures) -> None:
+        """Fills what is left of the budget with parts of groups, those of the largest contributions first."""
+        current = self.best()
+        if current is None:
+            return
+        outside = [group for group in self.groups if not within(group.modules, current) and self._alone(group) > 0]
+        parts = (part for group in sorted(outside, key=self._alone, reverse=True) for part in self.divide(group))
+        tried = [part for part in parts if self._fits(current | part.modules)][:PARTS]
+        while tried and self.found[outermost(current)].mean > whole.mean * FLOOR:
+            here, gains = self.found[outermost(current)], dict[Group, float]()
+            for part in tried:
+                gains[part] = here.mean - self._figures(current | part.modules).mean
+            helpful = [part for part in tried if gains[part] > 0]
+            if not helpful:
+                return
+            best = max(helpful, key=lambda part: _ratio(gains[part], part.nbytes))
+            current |= best.modules
+            self._added.append(best)
+            helpful.sort(key=lambda part: gains[part], reverse=True)
+            left = [part for part in helpful if not within(part.modules, current)]
+            tried = [part for part in left if self._fits(current | part.modules)][:SHORTLIST]
+
     def _prune(self) -> None:
         """Removes from the best set the modules without which it still meets the goal, the largest first."""
         best = self.best()
         if best is None:
             return
         limit = self.found[best].mean * TOLERANCE
-        members = [group for group in self.groups if within(group.modules, best)]
+        members = [group for group in (*self.groups, *self._added) if within(group.modules, best)]
         parts = NOTHING.union(*(group.modules for group in members))
         if self._is_enough(self._figures(parts), limit):  # a rule may have chosen whole layers
             best = parts
@@ -319,6 +353,13 @@ class Search:
             names = best - group.modules
             if names != best and self._is_enough(self._figures(names), limit):
                 best = names
+
+    def _has_room(self) -> bool:
+        """Whether a smaller mismatch within the budget is wanted, and not fewer bytes."""
+        best = self.best()
+        return not self.goal.has_target or (
+            self.goal.has_budget and best is not None and not self.goal.is_met(self.found[best])
+        )
 
     def _is_enough(self, figures: Figures, limit: float) -> bool:
         return self.goal.is_met(figures) if self.goal.has_target else figures.mean <= limit

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, Never
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -20,7 +20,7 @@ from ..model.parts import unwrap
 from ..model.trial_forward import is_dtype_error
 from .figures import NOT_COMPUTED, Figures
 from .gradients import Gradients, check_gradients
-from .groups import extra_bytes, find_groups, head_name, layer_names, shortest_patterns
+from .groups import divide, extra_bytes, find_groups, head_name, layer_names, shortest_patterns
 from .measure import Bench, Tokens, batches_of, measured
 from .result import Candidate, Tuning, lines_of
 from .search import NOTHING, Goal, Modules, OutOfTimeError, Search, within
@@ -195,9 +195,11 @@ class _Tuner:
             store.tokens = bench.sample(everything, SEED)
         measure = self._measurer(precision, bench, store.tokens, SEARCH_TIME * time_limit)
         plain = measure(NOTHING)
-        if not self._goal.has_target and self._goal.max_bytes is None and self._goal.max_time is None:
+        if not self._goal.has_target and not self._goal.has_budget:
             self._goal = Goal(max_mismatch=max(SHARE * plain.mean, NOISE))
-        search = Search(groups, list(rules), measure, partial(extra_bytes, model), self._aimed())
+        search = Search(
+            groups, list(rules), measure, partial(extra_bytes, model), self._aimed(), partial(divide, model)
+        )
         outcome = _Outcome(precision, search, rules=rules)
         if precision == "fp32":
             outcome.offset = extra_bytes(model, (name for name, _ in unwrap(model).named_children()))
@@ -298,7 +300,8 @@ class _Tuner:
         shown |= {*outcome.selected, *(names for names in (outcome.best,) if names is not None)}
         for names in shown - outcome.patterns.keys():
             outcome.patterns[names] = tuple(shortest_patterns(model, names))
-        search.size, search.measure = outcome.sizes.__getitem__, _closed  # neither keeps the model in memory
+        # None of them keeps the model in memory.
+        search.size, search.measure, search.divide = outcome.sizes.__getitem__, _closed, _closed
 
     # ---- The choice ----
 
@@ -466,7 +469,7 @@ def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [c for c in candidates if c.figures.finite and not any(better(other, c) for other in candidates)]
 
 
-def _closed(names: Modules) -> Figures:
+def _closed(*args: Any) -> Never:
     raise OutOfTimeError
 
 

@@ -21,9 +21,17 @@ from safe_trainers.core.errors import RecipeError
 from safe_trainers.testing import fp16_on_cpu
 from safe_trainers.tuning.figures import Figures, summarize
 from safe_trainers.tuning.gradients import check_gradients
-from safe_trainers.tuning.groups import Group, extra_bytes, find_groups, head_name, layer_names, shortest_patterns
+from safe_trainers.tuning.groups import (
+    Group,
+    divide,
+    extra_bytes,
+    find_groups,
+    head_name,
+    layer_names,
+    shortest_patterns,
+)
 from safe_trainers.tuning.measure import Bench, batches_of, measured
-from safe_trainers.tuning.search import NOTHING, Goal, OutOfTimeError, Search, outermost
+from safe_trainers.tuning.search import NOTHING, Goal, OutOfTimeError, Search, outermost, within
 from safe_trainers.tuning.store import Store
 from safe_trainers.tuning.tune import Plan, forget_precision, tune_trainer
 from safe_trainers.weights.fp32_modules import find_modules
@@ -207,6 +215,66 @@ def test_a_budget_that_cannot_be_met_gives_the_best_within_it():
     model = Additive(SOURCES, Goal(max_mismatch=1e-6, max_bytes=250))
     model.search.run()
     assert model.search.best() == {"a", "b"}
+
+
+class Divisible(Additive):
+    """A model in which a group, `mlp`, has two parts."""
+
+    def __init__(self, goal):
+        super().__init__({"a": (100, 1e-3), "b": (100, 2e-3), "mlp.up": (40, 3e-3), "mlp.down": (500, 1e-4)}, goal)
+        self.search.groups = self.groups = [*self.groups[:2], Group("mlp", frozenset(["mlp"]), 540)]
+        self.search.divide = self.divide
+        self.divided = []
+
+    def divide(self, group):
+        self.divided.append(group.name)
+        names = [name for name in self.sources if name.startswith(f"{group.name}.")]
+        return [Group(name, frozenset([name]), self.sources[name][0]) for name in names]
+
+    def size(self, names):
+        return super().size(self.parts(names))
+
+    def measure(self, names):
+        return super().measure(self.parts(names))
+
+    def parts(self, names):
+        return [name for name in self.sources if within([name], names)]
+
+
+@pytest.mark.parametrize(
+    ("goal", "expected"),
+    [
+        (Goal(max_bytes=140), {"b", "mlp.up"}),
+        (Goal(max_bytes=240), {"a", "b", "mlp.up"}),
+        (Goal(max_bytes=99), {"mlp.up"}),
+        (Goal(max_bytes=640), {"b", "mlp"}),
+        (Goal(max_bytes=140, max_mismatch=1e-6), {"b", "mlp.up"}),
+    ],
+)
+def test_the_rest_of_a_budget_is_filled_with_parts_of_groups(goal, expected):
+    model = Divisible(goal)
+    model.search.rules = []
+    model.search.run()
+    assert model.search.best() == expected
+    assert model.size(expected) <= goal.max_bytes
+
+
+def test_groups_are_divided_for_budgets_only():
+    model = Divisible(Goal(max_mismatch=1.1e-3))
+    model.search.rules = []
+    model.search.run()
+    assert model.search.best() == {"b", "mlp"}
+    assert model.divided == []
+
+
+def test_an_attention_layer_is_divided_into_its_projections():
+    model = text_model()
+    group = next(group for group in find_groups(model) if group.name == "layers.1.self_attn")
+    parts = divide(model, group)
+    assert [part.name for part in parts] == [f"layers.1.self_attn.{name}_proj" for name in "qkvo"]
+    assert sum(part.nbytes for part in parts) == group.nbytes
+    assert all(within(part.modules, group.modules) for part in parts)
+    assert divide(model, parts[0]) == ()
 
 
 def test_a_source_that_overflows_is_always_in_the_set():
