@@ -60,12 +60,13 @@ def measured() -> str:
     """The comparison with fixed rules, and the promises."""
     heading, found = read_rows(RESULTS / "tune.jsonl")
     done = [row for row in found if "reason" not in row]
-    rounded = [row for row in done if not not_rounding(row)]
-    compared = [row["plain"]["tokens"] for row in done]
+    compared = [row for row in done if "rules" in row]
+    rounded = [row for row in compared if not not_rounding(row)]
+    tokens = [row["plain"]["tokens"] for row in compared]
     lines = [
-        f"{len(done)} models. Tiny families have four text layers (Gemma 4 has two); the byte model, where it is",
+        f"{len(compared)} models. Tiny families have four text layers (Gemma 4 has two); the byte model, where it is",
         "listed, has eight, and was trained on source code. The bytes of each rule are a budget, and both sets",
-        f"are measured on {min(compared):,} to {max(compared):,} tokens, of prompts that the search has not seen.",
+        f"are measured on {min(tokens):,} to {max(tokens):,} tokens, of prompts that the search has not seen.",
         "*Equal*: the search chose the set of the rule, or the mismatches differ by at most 2 %, or both are at the",
         "level of float32.",
         "",
@@ -76,19 +77,20 @@ def measured() -> str:
         verdicts = [verdict(row["rules"][rule]) for row in rounded if rule in row["rules"]]
         counts = [str(verdicts.count(kind)) for kind in ("better", "fewer bytes", "equal", "worse")]
         lines.append(f"| {rule} | {' | '.join(counts)} |")
-    apart = [row["family"] for row in done if not_rounding(row)]
+    apart = [row["family"] for row in compared if not_rounding(row)]
     if apart:
         lines += [
             "",
             f"Not counted: {', '.join(apart)}. TRL scores them differently from how they generate, so that the",
             "mismatch is as large with every module in float32, and `tune` says that it is not due to the precision.",
         ]
-    missing = [row["family"] for row in found if "reason" in row]
-    if missing:
-        lines += ["", f"Not measured, because stock TRL cannot train them with GRPO: {', '.join(missing)}."]
-    left = [name for name in heading["models"] if name not in {row["family"] for row in found}]
+    unable = [row for row in found if "reason" in row]
+    if unable:
+        names = ", ".join(row["family"] for row in unable)
+        lines += ["", f"Not measured, because stock TRL cannot train them with GRPO: {names}."]
+    left = [name for name in heading["models"] if name not in {row["family"] for row in [*compared, *unable]}]
     if left:
-        lines += ["", f"Not measured with this version of the search: {', '.join(left)}."]
+        lines += ["", f"Budgets not measured with this version of the search: {', '.join(left)}."]
     off = [deviation(row) for row in done]
     near = sum(share <= 0.1 for share, _ in off)
     inside = sum(share <= 0.1 or errors <= 2 for share, errors in off)
@@ -131,15 +133,16 @@ def results_page() -> str:
 
 def _row(row: Row) -> str:
     sides = [
-        _millionths(row["rules"][rule][side]["mean"])
+        _millionths(row["rules"][rule][side]["mean"]) if "rules" in row else ""
         for rule in ("head only", "last layer")
         for side in ("rule", "tuned")
     ]
+    plain = _millionths(row["plain"]["mean"]) if "plain" in row else ""
     promise = row["promise"]
     names = ", ".join(f"`{name}`" for name in promise["settings"].get("fp32_modules", [])) or "no module"
     settings = f"{promise['settings']['precision']}: {names}"
     promised = f"{_millionths(promise['promise']['mean'])} ± {_millionths(2 * promise['promise']['error'])}"
-    cells = (row["family"], _millionths(row["plain"]["mean"]), *sides, settings, promised, _millionths(promise["run"]))
+    cells = (row["family"], plain, *sides, settings, promised, _millionths(promise["run"]))
     return f"| {' | '.join(cells)} |"
 
 
