@@ -1,6 +1,6 @@
 """The catalogue of errors that users paste: those of other packages, and every one of our own.
 
-The errors of other packages are in known_errors.toml. Our own are built from `REFUSALS`, `WARNINGS` and the error
+The errors of other packages are in known_errors.toml and wordings.toml. Our own are built from `REFUSALS`, `WARNINGS` and the error
 tree, so that a new refusal is in the catalogue as soon as it exists.
 
 General entries explain families of messages, such as an attribute that an object does not have. Many of these are
@@ -30,7 +30,6 @@ _IN_BRACKETS = re.compile(r"\[([a-z0-9]+(?:-[a-z0-9]+)+)\]")
 _MIN_LENGTH = 30
 """Characters, without white space, that a part of our own message needs to identify it."""
 
-_CLASS = re.compile(r"[\w.]+(?:Error|Exception):?")
 _SHARED_WORDS = ("python", "system", "network", "pip", "pillow")
 """Packages whose messages other fields have too."""
 
@@ -73,16 +72,18 @@ def entries() -> dict[str, Entry]:
     return upstream_entries() | own_entries()
 
 
-def hits(squeezed: str, general: Collection[Entry] = ()) -> list[Hit]:
+def hits(squeezed: str, general: Collection[Entry] = (), name: int = 0) -> list[Hit]:
     """Finds the messages of the catalogue in a log.
 
     Args:
         squeezed: The log without white space (`squeeze`).
         general: The general entries that are searched if no other entry matches (`families`).
+        name: Characters at the beginning that are the name of an exception's class.
 
     Returns:
         The matches in their order, without those that lie inside another match; or one match of a general entry: that
-        with the most fixed characters, where the words of a message go before the name of its class.
+        with the most fixed characters, where a family goes before a wording, and both before a family that matches
+        only the class of the exception.
     """
     specific = [entry for entry in upstream_entries().values() if not entry.general]
     found = [Hit(entry, *place) for entry in specific for place in entry.places(squeezed)]
@@ -100,9 +101,7 @@ def hits(squeezed: str, general: Collection[Entry] = ()) -> list[Hit]:
     if found:
         return _outermost(found)
     found = [Hit(entry, *place) for entry in general for place in entry.places(squeezed)]
-    name = _CLASS.match(squeezed)
-    words = name.end() if name else 0
-    return [max(found, key=lambda hit: (hit.end > words, hit.fixed))] if found else []
+    return [max(found, key=lambda hit: (hit.end > name, hit.entry.level == "family", hit.fixed))] if found else []
 
 
 def families(text: str) -> list[Entry]:
@@ -120,7 +119,7 @@ def families(text: str) -> list[Entry]:
     return [
         entry
         for entry in upstream_entries().values()
-        if entry.general and (named or entry.package not in _SHARED_WORDS)
+        if entry.general and (named or (entry.level == "family" and entry.package not in _SHARED_WORDS))
     ]
 
 

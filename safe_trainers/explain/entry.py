@@ -16,6 +16,25 @@ GAP = 160
 Kind: TypeAlias = Literal["error", "launcher", "warning"]
 """`"error"` stops a run; `"launcher"` only reports that another error did; `"warning"` does not stop a run."""
 
+Level: TypeAlias = Literal["message", "family", "wording"]
+"""`"message"` explains messages with one cause, `"family"` messages of one kind, and `"wording"` any sentence of a
+package in which it states what it requires."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The cause of a message if the text has the evidence for it.
+
+    Attributes:
+        evidence: Words of the text, such as a file in a frame of the traceback; one of them is enough.
+        cause: The cause of the error.
+        fix: The line to write or to run.
+    """
+
+    evidence: tuple[str, ...]
+    cause: str
+    fix: str
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -24,14 +43,15 @@ class Entry:
     Attributes:
         id: Stable slug; errors of this package print it in brackets.
         package: The package that raises or logs the error.
-        messages: Its messages, one for each wording that a release has. White space is ignored, so that a line that a
-            terminal has wrapped is found too.
+        messages: Its messages, one for each wording that a release has. White space and capital letters are ignored,
+            so that a line that a terminal has wrapped is found too, and one that was typed.
         cause: The cause of the error.
         fix: The line to write or to run.
         kind: Whether it stops a run.
         link: The upstream issue; for entries without a link tests/explain/test_catalogue.py provokes the error.
-        general: Whether it explains a family of messages. It is used only for a text that names this field, and only
-            where no other entry matches.
+        level: What it explains. Families and wordings are used only for a text that names this field, and only where
+            no other entry matches; wordings only where no family does.
+        cases: What is more likely than `cause` if the text has the evidence for it; the first that fits is used.
     """
 
     id: str
@@ -41,7 +61,20 @@ class Entry:
     fix: str
     kind: Kind = "error"
     link: str | None = None
-    general: bool = False
+    level: Level = "message"
+    cases: tuple[Case, ...] = ()
+
+    @property
+    def general(self) -> bool:
+        """Whether it explains more than messages with one cause."""
+        return self.level != "message"
+
+    def answer(self, text: str) -> tuple[str, str]:
+        """Returns the cause and the fix for a text, which is in lower case and has the frames of its tracebacks."""
+        for case in self.cases:
+            if any(words.casefold() in text for words in case.evidence):
+                return case.cause, case.fix
+        return self.cause, self.fix
 
     def places(self, squeezed: str) -> Iterator[tuple[int, int, int]]:
         """Finds the entry's messages in a log.
@@ -67,10 +100,11 @@ class Entry:
         gap = f".{{0,{GAP}}}?"
         parts = [[squeeze(part) for part in message.rstrip(".").split(ANY)] for message in self.messages]
         return tuple(
-            (words[0], re.compile(gap.join(map(re.escape, words)), re.DOTALL), sum(map(len, words))) for words in parts
+            (words[0], re.compile(gap.join(map(re.escape, words)), re.DOTALL), sum(map(len, words)))
+            for words in dict.fromkeys(map(tuple, parts))
         )
 
 
 def squeeze(text: str) -> str:
-    """Removes all white space."""
-    return "".join(text.split())
+    """Removes all white space, and the difference between capital and small letters."""
+    return "".join(text.split()).casefold()

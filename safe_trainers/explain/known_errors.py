@@ -1,30 +1,39 @@
-"""Reads known_errors.toml, the errors of other packages."""
+"""Reads known_errors.toml and wordings.toml, the errors of other packages."""
 
 import tomllib
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, get_args
 
-from .entry import Entry, Kind
+from .entry import Case, Entry, Kind, Level
 
 
 FILE = "known_errors.toml"
+WORDINGS = "wordings.toml"
 
 _REQUIRED = ("package", "messages", "cause", "fix")
-_OPTIONAL = ("kind", "link", "general")
+_OPTIONAL = ("kind", "link", "level", "cases")
+_OF_A_CASE = ("evidence", "cause", "fix")
 
 
 @cache
 def upstream_entries() -> dict[str, Entry]:
     """Returns the errors of other packages by id."""
-    return parse_entries(resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
+    here = resources.files(__package__)
+    return {
+        key: entry
+        for name in (FILE, WORDINGS)
+        for key, entry in parse_entries(here.joinpath(name).read_text(encoding="utf-8"), name).items()
+    }
 
 
-def parse_entries(toml: str) -> dict[str, Entry]:
+def parse_entries(toml: str, file: str = FILE) -> dict[str, Entry]:
     """Parses a table of errors.
 
     Args:
         toml: The content of a file like known_errors.toml.
+        file: Its name, for the message of an error.
 
     Returns:
         The entries by id, in the order of the file.
@@ -35,33 +44,45 @@ def parse_entries(toml: str) -> dict[str, Entry]:
     try:
         tables = tomllib.loads(toml)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{FILE} is not TOML: {error}") from error
-    return {entry_id: _entry(entry_id, table) for entry_id, table in tables.items()}
+        raise ValueError(f"{file} is not TOML: {error}") from error
+    return {entry_id: _entry(entry_id, table, file) for entry_id, table in tables.items()}
 
 
-def _entry(entry_id: str, table: Any) -> Entry:
+def _entry(entry_id: str, table: Any, file: str) -> Entry:
     """Makes an entry, or raises a ValueError if it is malformed."""
+    place = f"{file}, [{entry_id}]"
+    _check(table, _REQUIRED, _OPTIONAL, place)
+    for name, allowed in (("kind", get_args(Kind)), ("level", get_args(Level))):
+        if table.get(name, allowed[0]) not in allowed:
+            raise ValueError(f"{place}: {name} must be one of {', '.join(allowed)}, got {table[name]!r}")
+    cases = table.get("cases", [])
+    if not isinstance(cases, list):
+        raise ValueError(f"{place}: cases must be a list of tables")
+    for case in cases:
+        _check(case, _OF_A_CASE, (), f"{place}, cases")
+    made = tuple(Case(tuple(case["evidence"]), _wrapped(case["cause"]), _wrapped(case["fix"])) for case in cases)
+    prose = {name: _wrapped(table[name]) for name in ("cause", "fix")}
+    return Entry(entry_id, **{**table, **prose, "messages": tuple(table["messages"]), "cases": made})
 
-    def malformed(problem: str) -> ValueError:
-        return ValueError(f"{FILE}, [{entry_id}]: {problem}")
 
+def _check(table: Any, required: Sequence[str], optional: Sequence[str], place: str) -> None:
+    """Raises a ValueError if a table lacks a field, has another one, or has one of another type."""
     if not isinstance(table, dict):
-        raise malformed("must be a table")
-    for name in _REQUIRED:
+        raise ValueError(f"{place}: must be a table")
+    for name in required:
         if name not in table:
-            raise malformed(f"{name} is missing")
+            raise ValueError(f"{place}: {name} is missing")
     for name, value in table.items():
-        if name not in (*_REQUIRED, *_OPTIONAL):
-            raise malformed(f"{name} is not a field; expected {', '.join((*_REQUIRED, *_OPTIONAL))}")
-        if name == "general":
-            if not isinstance(value, bool):
-                raise malformed("general must be true or false")
+        if name not in (*required, *optional):
+            raise ValueError(f"{place}: {name} is not a field; expected {', '.join((*required, *optional))}")
+        if name == "cases":
             continue
-        strings = value if name == "messages" else [value]
+        is_list = name in ("messages", "evidence")
+        strings = value if is_list else [value]
         if not isinstance(strings, list) or not strings or not all(isinstance(s, str) and s for s in strings):
-            raise malformed(f"{name} must be a non-empty {'list of strings' if name == 'messages' else 'string'}")
-    if table.get("kind", "error") not in get_args(Kind):
-        raise malformed(f"kind must be one of {', '.join(get_args(Kind))}, got {table['kind']!r}")
-    # Long sentences are wrapped in the file.
-    prose = {name: " ".join(table[name].split()) for name in ("cause", "fix")}
-    return Entry(entry_id, **{**table, **prose, "messages": tuple(table["messages"])})
+            raise ValueError(f"{place}: {name} must be a non-empty {'list of strings' if is_list else 'string'}")
+
+
+def _wrapped(text: str) -> str:
+    """Returns a sentence in one line; long ones are wrapped in the file."""
+    return " ".join(text.split())

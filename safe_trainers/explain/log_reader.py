@@ -24,6 +24,12 @@ MAX_BYTES = 4 * 2**20
 _MAX_MESSAGE = 20_000
 """Characters of one message that are searched."""
 
+_MAX_CONTEXT = 20_000
+"""Characters before the end of a message that are searched for evidence of its cause."""
+
+_SHORT = 4
+"""The most lines of a text without an exception that is taken for one message."""
+
 _FIRST, _LAST = 300, 1000
 """How many exceptions of a log are searched: the first, which include the rank that failed first, and the last."""
 
@@ -40,11 +46,13 @@ _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Failed|Timeout|Unsupported|OutOfResources)(?=:\s|:?$)",
     re.MULTILINE,
 )
+_CLASS = re.compile(r"[\w.]*:?")
 _END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
 _LINK = re.compile(
     r"The above exception was the direct cause of the following exception"
     r"|During handling of the above exception, another exception occurred"
 )
+_WEIGHTS = {"message": 3, "family": 2, "wording": 1}
 _RANK = re.compile(r"^\W*\[(?:rank|default)(\d+)\]")
 _WORD = re.compile(r"[A-Za-z_]{3,}")
 _FIX = r"fix: (.+?)\s*\[{}\]"
@@ -58,12 +66,14 @@ class Found:
         entry: Its entry.
         line: The line that it is reported at, from 1.
         times: How often it occurs.
-        fix: The line to write: that of the message itself if it has one, else that of the entry.
+        cause: The cause, by the evidence around the message.
+        fix: The line to write: that of the message itself if it has one, else that of the cause.
     """
 
     entry: Entry
     line: int
     times: int
+    cause: str
     fix: str
 
 
@@ -90,9 +100,10 @@ class Explanation:
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception in a log, with its line, its chain of exceptions, its rank and its entries."""
+    """An exception in a log, with its traceback, its line, its chain of exceptions, its rank and its entries."""
 
     message: str
+    context: str
     line: int
     chain: int
     rank: str | None
@@ -104,9 +115,9 @@ class _Raised:
         return bool(self.known) and all(entry.kind == "launcher" for entry in self.known)
 
     @property
-    def specific(self) -> bool:
-        """Whether an entry that is not a general one explains the exception."""
-        return any(not entry.general for entry in self.known)
+    def weight(self) -> int:
+        """How well its entries explain the exception."""
+        return max((_WEIGHTS[entry.level] for entry in self.known), default=0)
 
 
 def decode(raw: bytes) -> str:
@@ -155,7 +166,7 @@ def explain(text: str) -> Explanation:
     raised = list(_raised(plain, text, general))
     cause = _cause(raised)
     seen = {entry.id for error in raised for entry in error.known}
-    outside = _outside_exceptions(plain, seen, general if cause is None else ())
+    outside = _outside_exceptions(plain, text.casefold(), seen, _of_lines(general, plain) if cause is None else ())
     ordered = _known_exceptions(raised, cause)
     errors = [found for found in outside if found.entry.kind != "warning"]
     warnings = [found for found in outside if found.entry.kind == "warning"]
@@ -200,7 +211,7 @@ def report(explanation: Explanation) -> Report:
         )
     for found in explanation.found:
         link = f" See {found.entry.link}" if found.entry.link else ""
-        text = f"{found.entry.id} ({found.entry.package}): {found.entry.cause}{link}"
+        text = f"{found.entry.id} ({found.entry.package}): {found.cause}{link}"
         verdicts.append(Problem(text, fix=Fix(found.fix), id=found.entry.id, level="note"))
     for metric, value in explanation.beyond:
         given = f"{metric.key}={value:.3g} (normal: {metric.normal}; look when: {metric.look})"
@@ -219,20 +230,23 @@ def _raised(plain: str, original: str, general: Collection[Entry]) -> Iterator[_
     if len(starts) > _FIRST + _LAST:
         starts = starts[:_FIRST] + starts[-_LAST:]
     known: dict[str, tuple[Entry, ...]] = {}
-    chain, line, last = 0, 1, 0
+    chain, line, last, traceback = 0, 1, 0, 0
     for start, following in pairwise([*starts, len(plain)]):
         end = min(following, start + _MAX_MESSAGE)
         stop = _END.search(plain, start, end)
         if last and not _LINK.search(plain, last, start):
             chain += 1
+            traceback = line
         line += plain.count("\n", last, start)
         rank = _rank(originals[line - 1])
         lines = plain[start : stop.start() if stop else end].split("\n")
         message = "\n".join(_of_rank(lines, originals, line - 1, rank)).strip()
         squeezed = squeeze(message)
         if squeezed not in known:
-            known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed, general)))
-        yield _Raised(message, line, chain, rank, known[squeezed])
+            name = len(_CLASS.match(message)[0])
+            known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed, general, name)))
+        context = "\n".join(originals[traceback : line - 1 + len(lines)]).casefold()
+        yield _Raised(message, context[-_MAX_CONTEXT:], line, chain, rank, known[squeezed])
         last = start
 
 
@@ -260,9 +274,7 @@ def _cause(raised: Sequence[_Raised]) -> _Raised | None:
     several = len({error.rank for error in ranked}) > 1
     chosen = ranked[0].chain if several else own[-1].chain
     chain = [error for error in own if error.chain == chosen]
-    return next((error for error in chain if error.specific), None) or next(
-        (error for error in chain if error.known), chain[0]
-    )
+    return max(chain, key=lambda error: error.weight)
 
 
 def _known_exceptions(raised: Sequence[_Raised], cause: _Raised | None) -> list[Found]:
@@ -278,11 +290,18 @@ def _known_exceptions(raised: Sequence[_Raised], cause: _Raised | None) -> list[
                 continue
             own = re.search(_FIX.format(re.escape(entry.id)), error.message, re.DOTALL)
             times = sum(entry in other.known for other in raised)
-            found[entry.id] = Found(entry, error.line, times, " ".join(own[1].split()) if own else entry.fix)
+            why, fix = entry.answer(error.context)
+            found[entry.id] = Found(entry, error.line, times, why, " ".join(own[1].split()) if own else fix)
     return list(found.values())
 
 
-def _outside_exceptions(plain: str, seen: set[str], general: Collection[Entry]) -> list[Found]:
+def _of_lines(general: Collection[Entry], plain: str) -> list[Entry]:
+    """Returns the general entries for a text without an exception: wordings only if it is one message."""
+    short = sum(bool(line.strip()) for line in plain.split("\n")) <= _SHORT
+    return [entry for entry in general if short or entry.level != "wording"]
+
+
+def _outside_exceptions(plain: str, text: str, seen: set[str], general: Collection[Entry]) -> list[Found]:
     """Returns known errors outside exceptions (warnings, logger lines, messages without a class), last first."""
     lines = plain.split("\n")
     squeezed = [squeeze(line) for line in lines]
@@ -295,7 +314,7 @@ def _outside_exceptions(plain: str, seen: set[str], general: Collection[Entry]) 
         # Empty lines start where the next line does; the last line that starts there contains the match.
         line = before.line if before else bisect_right(offsets, hit.start)
         times = before.times + 1 if before else 1
-        found[hit.entry.id] = Found(hit.entry, line, times, hit.entry.fix)
+        found[hit.entry.id] = Found(hit.entry, line, times, *hit.entry.answer(text))
     return list(found.values())
 
 
