@@ -81,9 +81,9 @@ def hits(squeezed: str, general: Collection[Entry] = (), name: int = 0) -> list[
         name: Characters at the beginning that are the name of an exception's class.
 
     Returns:
-        The matches in their order, without those that lie inside another match; or one match of a general entry: that
-        with the most fixed characters, where a family goes before a wording, and both before a family that matches
-        only the class of the exception.
+        The matches in their order, without those that lie inside another match. If none is the cause of an error, one
+        match of a general entry too: that with the most fixed characters, where a family goes before a wording, and
+        both before a family that matches only the class of the exception.
     """
     specific = [entry for entry in upstream_entries().values() if not entry.general]
     found = [Hit(entry, *place) for entry in specific for place in entry.places(squeezed)]
@@ -98,10 +98,19 @@ def hits(squeezed: str, general: Collection[Entry] = (), name: int = 0) -> list[
     found += [
         Hit(entry, *place) for entry in ours.values() if entry.id not in with_id for place in entry.places(squeezed)
     ]
-    if found:
-        return _outermost(found)
-    found = [Hit(entry, *place) for entry in general for place in entry.places(squeezed)]
-    return [max(found, key=lambda hit: (hit.end > name, hit.entry.level == "family", hit.fixed))] if found else []
+    found = _outermost(found)
+    if any(hit.entry.kind != "launcher" for hit in found):
+        return found
+    # What a launcher quotes is explained too.
+    quoted = [Hit(entry, *place) for entry in general for place in entry.places(squeezed)]
+    quoted = [hit for hit in quoted if not any(hit.start < other.end and other.start < hit.end for other in found)]
+    if not quoted or (found and all(hit.entry.kind == "launcher" for hit in quoted)):
+        return found
+    best = max(
+        quoted,
+        key=lambda hit: (hit.end > name, hit.entry.level == "family", hit.entry.kind != "launcher", hit.fixed),
+    )
+    return sorted([*found, best], key=lambda hit: hit.start)
 
 
 def families(text: str) -> list[Entry]:

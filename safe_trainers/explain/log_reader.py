@@ -47,6 +47,7 @@ _EXCEPTION = re.compile(
     re.MULTILINE,
 )
 _CLASS = re.compile(r"[\w.]*:?")
+_ASSERTED = re.compile(r"(?:^|\s)(assert\b.*)")
 _END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
 _LINK = re.compile(
     r"The above exception was the direct cause of the following exception"
@@ -241,12 +242,14 @@ def _raised(plain: str, original: str, general: Collection[Entry]) -> Iterator[_
         rank = _rank(originals[line - 1])
         lines = plain[start : stop.start() if stop else end].split("\n")
         message = "\n".join(_of_rank(lines, originals, line - 1, rank)).strip()
-        squeezed = squeeze(message)
+        context = "\n".join(originals[traceback : line - 1 + len(lines)])[-_MAX_CONTEXT:]
+        # An assertion without a message has its condition in the line above.
+        condition = _ASSERTED.findall(context)[-1:] if message == "AssertionError" else []
+        squeezed = squeeze("\n".join([message, *condition]))
         if squeezed not in known:
             name = len(_CLASS.match(message)[0])
             known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed, general, name)))
-        context = "\n".join(originals[traceback : line - 1 + len(lines)]).casefold()
-        yield _Raised(message, context[-_MAX_CONTEXT:], line, chain, rank, known[squeezed])
+        yield _Raised(message, context.casefold(), line, chain, rank, known[squeezed])
         last = start
 
 
@@ -296,8 +299,8 @@ def _known_exceptions(raised: Sequence[_Raised], cause: _Raised | None) -> list[
 
 
 def _of_lines(general: Collection[Entry], plain: str) -> list[Entry]:
-    """Returns the general entries for a text without an exception: wordings only if it is one message."""
-    short = sum(bool(line.strip()) for line in plain.split("\n")) <= _SHORT
+    """Returns the general entries for a text without an exception: wordings only if it is one message of an error."""
+    short = sum(bool(line.strip()) for line in plain.split("\n")) <= _SHORT and "Warning:" not in plain
     return [entry for entry in general if short or entry.level != "wording"]
 
 
