@@ -46,7 +46,9 @@ _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Failed|Timeout|Unsupported|OutOfResources)(?=:\s|:?$)",
     re.MULTILINE,
 )
-_CLASS = re.compile(r"[\w.]*:?")
+_BUILT_IN = re.compile(
+    r"(?:(?:Assertion|Attribute|Import|Index|Key|Name|NotImplemented|OS|Runtime|Type|Value)?Error:?|Exception:?)?"
+)
 _ASSERTED = re.compile(r"(?:^|\s)(assert\b.*)")
 _END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
 _LINK = re.compile(
@@ -247,7 +249,7 @@ def _raised(plain: str, original: str, general: Collection[Entry]) -> Iterator[_
         condition = _ASSERTED.findall(context)[-1:] if message == "AssertionError" else []
         squeezed = squeeze("\n".join([message, *condition]))
         if squeezed not in known:
-            name = len(_CLASS.match(message)[0])
+            name = len(_BUILT_IN.match(message)[0])
             known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed, general, name)))
         yield _Raised(message, context.casefold(), line, chain, rank, known[squeezed])
         last = start
