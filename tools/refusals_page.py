@@ -106,7 +106,8 @@ def _entry(finding: Finding) -> list[str]:
 def errors_page() -> str:
     """Returns `errors.md`: the errors of other packages that `safe-trainers explain` recognises."""
     entries = upstream_entries()
-    packages = sorted({entry.package for entry in entries.values()})
+    wordings = [entry for entry in entries.values() if entry.level == "wording"]
+    packages = sorted({entry.package for entry in entries.values() if entry.level != "wording"})
     lines = [
         "# Error messages",
         "",
@@ -135,9 +136,11 @@ def errors_page() -> str:
         "",
     ]
     for package in packages:
-        group = [entry for entry in entries.values() if entry.package == package]
+        group = [entry for entry in entries.values() if entry.package == package and entry.level != "wording"]
         lines += [f"## {package}", ""]
         lines += [line for entry in group for line in _error(entry)]
+    lines += ["## Wordings", "", "Sentences of any package of this field, where no entry above has the message:", ""]
+    lines += [line for entry in wordings for line in _error(entry)]
     lines += ["## safe-trainers", "", "Other errors of this package end with the line to write:", ""]
     lines += [
         f"- `{key}`: {entry.cause}"
@@ -168,12 +171,18 @@ def _error(entry: Entry) -> list[str]:
     lines = [f"({entry.id})=", f"### {_code(first)}", ""]
     if others:
         lines += ["Also: " + ", ".join(map(_code, others)) + ".", ""]
-    lines += [f"**Means:** {entry.cause[:1].upper()}{entry.cause[1:]}".rstrip("."), ""]
-    lines[-2] += "."
-    lines += [f"**Write:** {entry.fix.replace(SWAP, 'a safe trainer, as above')}", ""]
+    lines += _answer(entry.cause, entry.fix)
+    for case in entry.cases:
+        lines += ["With " + " or ".join(map(_code, case.evidence)) + " in the text:", ""]
+        lines += _answer(case.cause, case.fix)
     link = re.sub(r"https://github.com/[\w-]+/([\w.-]+)/(?:issues|pull)/(\d+).*", r"\1#\2", entry.link or "")
     upstream = f"; upstream: [{link}]({entry.link})" if entry.link else ""
     return [*lines, f"Id: `{entry.id}`{upstream}.", ""]
+
+
+def _answer(cause: str, fix: str) -> list[str]:
+    means = f"{cause[:1].upper()}{cause[1:]}".rstrip(".")
+    return [f"**Means:** {means}.", "", f"**Write:** {fix.replace(SWAP, 'a safe trainer, as above')}", ""]
 
 
 def _foot(source: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The catalogue of errors that users paste: those of other packages, and every one of our own.
 
-The errors of other packages are in known_errors.toml and wordings.toml. Our own are built from `REFUSALS`, `WARNINGS` and the error
-tree, so that a new refusal is in the catalogue as soon as it exists.
+The errors of other packages are in known_errors.toml and wordings.toml. Our own are built from `REFUSALS`, `WARNINGS`
+and the error tree, so that a new refusal is in the catalogue as soon as it exists.
 
 General entries explain families of messages, such as an attribute that an object does not have. Many of these are
 messages of Python, which other programs raise too; so they are used only for a text that names this field.

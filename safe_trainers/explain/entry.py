@@ -106,5 +106,5 @@ class Entry:
 
 
 def squeeze(text: str) -> str:
-    """Removes all white space, and the difference between capital and small letters."""
-    return "".join(text.split()).casefold()
+    """Removes white space, backticks, which forums take away, and the difference of capital and small letters."""
+    return "".join(text.replace("`", "").split()).casefold()

@@ -47,7 +47,7 @@ _EXCEPTION = re.compile(
     re.MULTILINE,
 )
 _BUILT_IN = re.compile(
-    r"(?:(?:Assertion|Attribute|Import|Index|Key|Name|NotImplemented|OS|Runtime|Type|Value)?Error:?|Exception:?)?"
+    r"(?:(?:Assertion|Attribute|Import|Index|Key|Name|NotImplemented|OS|Runtime|Type|Value)?Error:?|Exception:?)"
 )
 _ASSERTED = re.compile(r"(?:^|\s)(assert\b.*)")
 _END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
@@ -249,7 +249,8 @@ def _raised(plain: str, original: str, general: Collection[Entry]) -> Iterator[_
         condition = _ASSERTED.findall(context)[-1:] if message == "AssertionError" else []
         squeezed = squeeze("\n".join([message, *condition]))
         if squeezed not in known:
-            name = len(_BUILT_IN.match(message)[0])
+            built_in = _BUILT_IN.match(message)
+            name = built_in.end() if built_in else 0
             known[squeezed] = tuple(dict.fromkeys(hit.entry for hit in hits(squeezed, general, name)))
         yield _Raised(message, context.casefold(), line, chain, rank, known[squeezed])
         last = start

@@ -27,9 +27,10 @@ from safe_trainers import ContractError, PrecisionError, RecipeError, Unsupporte
 from safe_trainers.core.errors import refuse
 from safe_trainers.core.messages import WARNINGS
 from safe_trainers.core.refusals import REFUSALS
+from safe_trainers.explain import known_errors
 from safe_trainers.explain.catalogue import OURS, entries, families, hits, own_entries
-from safe_trainers.explain.entry import ANY, Entry, squeeze
-from safe_trainers.explain.known_errors import parse_entries, upstream_entries
+from safe_trainers.explain.entry import ANY, Case, Entry, squeeze
+from safe_trainers.explain.known_errors import FILE, WORDINGS, parse_entries, upstream_entries
 from safe_trainers.explain.log_reader import explain
 
 
@@ -641,9 +642,14 @@ IN_A_CHILD = {
 
 IN_SOURCE = {
     "evaluation-without-data": "transformers/trainer.py",
+    "called-at-another-time": "trl/trainer/dpo_trainer.py",
+    "checkpoint-of-other-processes": "torch/distributed/_shard/sharded_tensor/api.py",
+    "cuda-graph-failed": "torch/_inductor/cudagraph_trees.py",
+    "device-not-as-required": "accelerate/accelerator.py",
     "fsdp-layer-class": "accelerate/utils/dataclasses.py",
     "gated-model": "transformers/utils/hub.py",
     "hub-not-reachable": "transformers/utils/hub.py",
+    "internal-check-failed": "peft/peft_model.py",
     "model-file-missing": "transformers/utils/hub.py",
     "model-not-found": "transformers/utils/hub.py",
     "model-not-loadable": "transformers/models/auto/auto_factory.py",
@@ -651,11 +657,14 @@ IN_SOURCE = {
     "no-chat-template": "transformers/tokenization_utils_base.py",
     "no-checkpoint-to-resume": "transformers/trainer.py",
     "no-padding-of-images": "trl/trainer/sft_trainer.py",
+    "number-not-finite": "peft/tuners/lora/layer.py",
     "old-torch-and-pickles": "transformers/utils/import_utils.py",
     "one-generation": "trl/trainer/grpo_config.py",
+    "operation-failed": "trl/trainer/grpo_trainer.py",
     "quantiser-cannot-train": "transformers/trainer_utils.py",
     "second-adapter": "trl/trainer/grpo_trainer.py",
     "stream-without-length": "transformers/trainer.py",
+    "thing-not-found": "peft/tuners/tuners_utils.py",
     "trust-remote-code": "transformers/dynamic_module_utils.py",
     "zero3-with-device-map": "transformers/integrations/accelerate.py",
 }
@@ -802,22 +811,32 @@ def test_what_torchrun_says_of_a_failed_rank(tmp_path):
 
 @pytest.mark.parametrize("entry", UPSTREAM.values(), ids=lambda entry: entry.id)
 def test_an_entry_finds_its_own_texts_and_no_other_does(entry):
+    assert len(set(entry.messages)) == len(entry.messages)
     for text in entry.messages:
-        assert len(squeeze(text.split(ANY)[0])) >= (8 if entry.general else 10), "a text begins with fixed words"
+        assert len(squeeze(text.split(ANY)[0])) >= (4 if entry.level == "wording" else 6), "it begins with fixed words"
         assert [hit.entry.id for hit in hits(squeeze(text.replace(ANY, "x y")), families("torch"))] == [entry.id]
 
 
 @pytest.mark.parametrize("entry", UPSTREAM.values(), ids=lambda entry: entry.id)
 def test_an_entry_says_why_and_what_to_write(entry):
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", entry.id)
-    assert entry.cause.endswith(".")
-    assert entry.fix
-    assert not entry.fix.endswith(".")
+    for said in (entry, *entry.cases):
+        assert said.cause.endswith(".")
+        assert said.fix
+        assert not said.fix.endswith(".")
 
 
 def test_no_id_of_ours_is_an_upstream_one():
     assert not UPSTREAM.keys() & own_entries().keys()
     assert len(entries()) == len(UPSTREAM) + len(own_entries())
+
+
+def test_each_id_is_in_one_file():
+    here = Path(known_errors.__file__).parent
+    parsed = [parse_entries((here / name).read_text(encoding="utf-8"), name) for name in (FILE, WORDINGS)]
+    assert len(UPSTREAM) == sum(map(len, parsed))
+    assert {entry.level for entry in parsed[0].values()} >= {"message", "family"}
+    assert {entry.level for entry in parsed[1].values()} == {"wording"}
 
 
 ENTRY = """[some-error]
@@ -829,6 +848,14 @@ in the file.'''
 fix = "`bf16=True`"
 kind = "warning"
 link = "https://github.com/a/b/issues/1"
+level = "family"
+
+[[some-error.cases]]
+evidence = ["train.py", "its words"]
+cause = '''
+it is
+another cause.'''
+fix = "`fp16=True`"
 """
 
 
@@ -842,6 +869,8 @@ def test_an_entry_is_read_with_all_its_fields():
             "`bf16=True`",
             kind="warning",
             link="https://github.com/a/b/issues/1",
+            level="family",
+            cases=(Case(("train.py", "its words"), "it is another cause.", "`fp16=True`"),),
         )
     }
 
@@ -856,14 +885,18 @@ def test_an_entry_is_read_with_all_its_fields():
         ('["some message …", "another"]', "[1]", "[some-error]: messages must be a non-empty list of strings"),
         ('"`bf16=True`"', '""', "[some-error]: fix must be a non-empty string"),
         ('"`bf16=True`"', "true", "[some-error]: fix must be a non-empty string"),
-        ("kind =", 'general = "yes"\nkind =', "[some-error]: general must be true or false"),
+        ('"family"', '"any"', "[some-error]: level must be one of message, family, wording, got 'any'"),
+        ("[[some-error.cases]]", "[some-error.cases]", "[some-error]: cases must be a list of tables"),
+        ('evidence = ["train.py", "its words"]', "", "[some-error], cases: evidence is missing"),
+        ('["train.py", "its words"]', '"a"', "[some-error], cases: evidence must be a non-empty list of strings"),
+        ("it is\nanother cause.", "", "[some-error], cases: cause must be a non-empty string"),
+        ("evidence", "evidense", "[some-error], cases: evidence is missing"),
         ('"warning"', '"fatal"', "[some-error]: kind must be one of error, launcher, warning, got 'fatal'"),
         (
             "link =",
             "lnik =",
-            "[some-error]: lnik is not a field; expected package, messages, cause, fix, kind, link, general",
+            "[some-error]: lnik is not a field; expected package, messages, cause, fix, kind, link, level, cases",
         ),
-        ("[some-error]\n", "some-error = 1\n[other]\n", "[some-error]: must be a table"),
         ("[some-error]\n", "[some-error\n", "known_errors.toml is not TOML: "),
         ("[some-error]\n", "[some-error]\n[some-error]\n", "known_errors.toml is not TOML: "),
     ],
@@ -872,6 +905,14 @@ def test_a_malformed_entry_is_named(old, new, message):
     assert old in ENTRY
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_entries(ENTRY.replace(old, new))
+
+
+def test_what_is_not_a_table_is_named():
+    with pytest.raises(ValueError, match=r"\[some-error\]: must be a table"):
+        parse_entries("some-error = 1")
+    entry, _, _ = ENTRY.partition("[[")
+    with pytest.raises(ValueError, match=r"\[some-error\], cases: must be a table"):
+        parse_entries(f"{entry}cases = [1]")
 
 
 def test_all_refusals_and_warnings_are_in_it():

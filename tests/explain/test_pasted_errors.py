@@ -149,3 +149,43 @@ def test_a_message_of_python_needs_a_word_of_the_field_in_its_text():
 
 def test_quotation_marks_of_a_forum_are_read_as_those_of_a_program():
     assert first("name ‘PeftModel’ is not defined") == "peft-missing"
+
+
+def test_a_wording_is_used_only_where_no_family_matches():
+    assert first("ValueError: peft: `alpha` must be an integer of the config") == "argument-not-as-required"
+    assert first("AttributeError: 'PeftModel' object has no attribute 'must be '") == "attribute-missing"
+    assert first("ValueError: `colour` must be an integer") is None
+
+
+def test_a_wording_in_a_long_log_is_not_an_error():
+    line = "peft: `alpha` must be an integer\n"
+    assert first(line) == "argument-not-as-required"
+    assert first(line + STEPS) is None
+
+
+def test_capital_letters_and_backticks_do_not_matter():
+    message = "Assertion `srcIndex < srcSelectDimSize` failed"
+    for text in (message, message.upper(), message.replace("`", "")):
+        assert first(text) == "index-out-of-range-on-a-gpu"
+
+
+def test_the_cause_follows_the_evidence_around_a_message():
+    name = "ImportError: cannot import name '{}' from 'transformers' (/env/transformers/__init__.py)"
+    other, every = (explain(name.format(one)).found[0] for one in ("OfTomorrow", "Trainer"))
+    assert other.entry == every.entry
+    assert (other.cause, other.fix) == (other.entry.cause.strip(), other.entry.fix)
+    assert (every.cause, every.fix) == (other.entry.cases[0].cause, other.entry.cases[0].fix)
+
+
+def test_an_assertion_without_a_message_is_found_by_its_condition():
+    frames = '  File "/u/peft/model.py", line 9, in f\n    assert {}\n'
+    assert first(f"Traceback (most recent call last):\n{frames.format('self.model is not None')}AssertionError\n") == (
+        "none-in-place-of-an-object"
+    )
+    assert first(f"Traceback (most recent call last):\n{frames.format('size')}AssertionError\n") == "check-failed"
+
+
+def test_what_a_launcher_quotes_goes_before_the_launcher():
+    quoted = "AttributeError: 'LlamaModel' object has no attribute 'of_tomorrow'"
+    said = explain(f"RuntimeError: Engine process failed to start. {quoted}")
+    assert [one.entry.id for one in said.found] == ["attribute-missing", "vllm-engine-failed"]
