@@ -36,6 +36,7 @@ _SHARED_WORDS = ("python", "system", "network", "pip", "pillow")
 _SEARCHED = 200_000
 """Characters at the end of a text that are searched for words of the field."""
 _WORDS_FILE = "words.toml"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Hit(NamedTuple):
@@ -123,8 +124,9 @@ def families(text: str) -> list[Entry]:
         All of them if the text has a word of this field; else those whose messages no other field has.
     """
     end = text[-_SEARCHED:].lower()
-    parts, words = _words_of_the_field()
+    parts, words, names = _words_of_the_field()
     named = any(part in end for part in parts) or words.search(end) is not None
+    named = named or not names.isdisjoint(_NAME.findall(end))
     return [
         entry
         for entry in upstream_entries().values()
@@ -133,14 +135,14 @@ def families(text: str) -> list[Entry]:
 
 
 @cache
-def _words_of_the_field() -> tuple[list[str], re.Pattern[str]]:
-    """Returns what a text of this field contains: parts of words, and a pattern of whole words."""
+def _words_of_the_field() -> tuple[list[str], re.Pattern[str], frozenset[str]]:
+    """Returns what a text of this field contains: parts of words, a pattern of whole words, and names."""
     lists = tomllib.loads(resources.files(__package__).joinpath(_WORDS_FILE).read_text(encoding="utf-8"))
     either = {name: "|".join(map(re.escape, words)) for name, words in lists.items()}
     whole = (
         rf"(?<![a-z0-9])(?:{either['words']}|gpt[a-z0-9]{{0,9}}|[a-z0-9_]{{0,40}}(?:{either['endings']}))(?![a-z0-9])"
     )
-    return lists["parts"], re.compile(rf"{whole}|'(?:{either['quoted']})'")
+    return lists["parts"], re.compile(rf"{whole}|'(?:{either['quoted']})'"), frozenset(lists["names"])
 
 
 def readable(template: str) -> str:

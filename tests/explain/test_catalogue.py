@@ -1,6 +1,7 @@
 """Each text of the catalogue is what the installed packages really say, or has its place upstream."""
 
 import ast
+import dataclasses
 import importlib.util
 import os
 import re
@@ -824,6 +825,14 @@ def test_an_entry_says_why_and_what_to_write(entry):
         assert said.cause.endswith(".")
         assert said.fix
         assert not said.fix.endswith(".")
+
+
+def test_names_of_the_installed_packages_are_words_of_the_field():
+    configs = (trl.SFTConfig, trl.GRPOConfig, trl.DPOConfig, trl.RewardConfig, trl.ModelConfig, LoraConfig)
+    names = {field.name for config in configs for field in dataclasses.fields(config) if "_" in field.name}
+    known = {name for name in names if families(f"KeyError: '{name}'") == families("torch")}
+    assert len(known) > 0.85 * len(names), sorted(names - known)
+    assert families("KeyError: 'colour_of_the_sky'") != families("torch")
 
 
 def test_no_id_of_ours_is_an_upstream_one():
