@@ -13,8 +13,9 @@ ANY = "…"
 GAP = 160
 """The most characters, without white space, that `ANY` stands for."""
 
-Kind: TypeAlias = Literal["error", "launcher", "warning"]
-"""`"error"` stops a run; `"launcher"` only reports that another error did; `"warning"` does not stop a run."""
+Kind: TypeAlias = Literal["error", "launcher", "warning", "hint"]
+"""Whether it stops a run (`"error"`), only reports that another error did (`"launcher"`), does not stop a run
+(`"warning"`), or says where to look for the cause of an error, which is not known (`"hint"`)."""
 
 Level: TypeAlias = Literal["message", "family", "wording"]
 """`"message"` explains messages with one cause, `"family"` messages of one kind, and `"wording"` any sentence of a
@@ -63,6 +64,11 @@ class Entry:
     link: str | None = None
     level: Level = "message"
     cases: tuple[Case, ...] = ()
+
+    @property
+    def explains(self) -> bool:
+        """Whether it has the cause, and does not only say where to look for it."""
+        return self.kind not in ("launcher", "hint")
 
     @property
     def general(self) -> bool:

@@ -179,9 +179,9 @@ def explain(text: str) -> Explanation:
     ordered.sort(key=lambda found: found.entry.kind == "launcher")
     chain = [error for error in raised if cause is not None and error.chain == cause.chain]
     if cause is None or all(error.launcher for error in raised):
-        explained = any(found.entry.kind != "launcher" for found in ordered)
+        explained = any(found.entry.explains for found in ordered)
     else:
-        explained = any(entry.kind != "launcher" for error in chain for entry in error.known)
+        explained = any(entry.explains for error in chain for entry in error.known)
     measured = readings(plain)
     explained = explained or (cause is None and bool(measured))
     lines = [line for line in plain.splitlines() if line.strip()]
@@ -331,7 +331,8 @@ def _near(subject: str, most: int = 3) -> tuple[Entry, ...]:
     def likeness(entry: Entry) -> float:
         return max((_share(set(_WORD.findall(text)), words) for text in entry.messages), default=0.0)
 
-    scored = sorted(((likeness(entry), entry) for entry in entries().values()), key=lambda pair: -pair[0])
+    whole = [entry for entry in entries().values() if entry.level != "wording"]
+    scored = sorted(((likeness(entry), entry) for entry in whole), key=lambda pair: -pair[0])
     return tuple(entry for score, entry in scored[:most] if score >= 0.4)
 
 

@@ -900,7 +900,7 @@ def test_an_entry_is_read_with_all_its_fields():
         ('["train.py", "its words"]', '"a"', "[some-error], cases: evidence must be a non-empty list of strings"),
         ("it is\nanother cause.", "", "[some-error], cases: cause must be a non-empty string"),
         ("evidence", "evidense", "[some-error], cases: evidence is missing"),
-        ('"warning"', '"fatal"', "[some-error]: kind must be one of error, launcher, warning, got 'fatal'"),
+        ('"warning"', '"fatal"', "[some-error]: kind must be one of error, launcher, warning, hint, got 'fatal'"),
         (
             "link =",
             "lnik =",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from safe_trainers.explain.catalogue import entries
-from safe_trainers.explain.log_reader import explain
+from safe_trainers.explain.log_reader import explain, report
 
 
 DATA = tomllib.loads(Path(__file__).with_name("pasted_errors.toml").read_text(encoding="utf-8"))
@@ -26,8 +26,8 @@ def name(row):
 @pytest.mark.parametrize("row", PASTED, ids=name)
 def test_a_pasted_text_gets_its_entry_or_none(row):
     assert first(row["text"]) == row.get("id")
-    if row.get("id") is not None and entries()[row["id"]].kind != "launcher":
-        assert explain(row["text"]).explained
+    if row.get("id") is not None:
+        assert explain(row["text"]).explained == entries()[row["id"]].explains
 
 
 @pytest.mark.parametrize("text", UNRELATED)
@@ -156,6 +156,15 @@ def test_a_wording_is_used_only_where_no_family_matches():
     assert first("ValueError: peft: `alpha` must be an integer of the config") == "argument-not-as-required"
     assert first("AttributeError: 'PeftModel' object has no attribute 'must be '") == "attribute-missing"
     assert first("ValueError: `colour` must be an integer") is None
+
+
+def test_a_hint_says_where_to_look_and_that_the_cause_is_not_known():
+    said = explain("ValueError: peft: `alpha` must be an integer of the config")
+    assert [one.entry.kind for one in said.found] == ["hint"]
+    assert not said.explained
+    printed = [verdict.what for verdict in report(said).verdicts]
+    assert printed[0].startswith("this error is not in the catalogue")
+    assert printed[1].startswith("argument-not-as-required")
 
 
 def test_a_wording_in_a_long_log_is_not_an_error():
