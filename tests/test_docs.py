@@ -35,8 +35,8 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
 ]
 REFERENCE = {
-    "api", "architecture", "bench_rules", "changelog", "cli", "config", "contributing", "cost_tables", "curves",
-    "engines", "errors", "experts", "families", "growth", "matrix", "metric_runs", "metrics", "mismatch", "recipes",
+    "api", "architecture", "bench_results", "bench_rules", "changelog", "cli", "config", "contributing", "cost_tables",
+    "curves", "engines", "errors", "experts", "families", "growth", "matrix", "metric_runs", "metrics", "mismatch", "recipes",
     "refusals", "sampler", "tiny_task", "tune_results", "trainers", "upstream", "versions",
 }  # fmt: skip
 """Pages that are looked things up in; all others are read."""

@@ -1,4 +1,4 @@
-"""Writes the page of `safe-trainers bench`, with the results of TRL's trainers, and the page of its rules."""
+"""Writes the pages of `safe-trainers bench`: what it does, its results for TRL's trainers, and its rules."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,21 @@ SAMPLE = "trl:GRPOTrainer"
 Run = dict[str, Any]
 
 
+def _runs() -> tuple[Run, list[Run], list[Run]]:
+    """The measured file, its runs with the newest release of TRL, and those with older ones."""
+    measured: Run = json.loads(RESULT.read_text(encoding="utf-8"))
+    runs = sorted(measured["runs"], key=_release)
+    newest = _release(runs[-1])
+    return measured, [r for r in runs if _release(r) == newest], [r for r in runs if _release(r) != newest]
+
+
+def _release(run: Run) -> tuple[int, ...]:
+    return tuple(map(int, run["versions"]["trl"].split(".")))
+
+
 def bench_page() -> str:
     """Returns `bench.md`."""
-    measured = json.loads(RESULT.read_text(encoding="utf-8"))
-    runs = measured["runs"]
-    newest = max((run["versions"]["trl"] for run in runs), key=lambda text: tuple(map(int, text.split("."))))
-    own = [run for run in runs if run["versions"]["trl"] == newest]
-    older = [run for run in runs if run["versions"]["trl"] != newest]
+    measured, own, _ = _runs()
     sample = next(run for run in own if run["trainer"] == SAMPLE)
     lines = [
         "# Check a trainer",
@@ -77,12 +85,12 @@ def bench_page() -> str:
         "*Stand-in*: a CPU has neither autocast nor a loss scaler for `fp16=True`. Such runs use replacements that",
         "raise the errors of CUDA's. Each check runs in a process of its own, so that a crash ends only the check.",
         "",
-        f"## TRL {newest}, stock and safe",
+        "## Results",
         "",
-        "Wrong runs of all runs of a check; – is not applicable. The seconds are of one core that other programs used",
-        "too.",
+        f"Checks with a wrong run, of the checks that apply, with TRL {own[0]['versions']['trl']}"
+        " ([each check, and older releases](bench_results.md)):",
         "",
-        *_table(own),
+        *_summary(own),
         "",
         *_wrong_safe(own),
         "",
@@ -91,21 +99,54 @@ def bench_page() -> str:
         "- skipped-steps: accelerate does not notice that a fused optimizer skipped a step.",
         "- nan: the log of stock SFT has the loss 0.0, because transformers leaves NaN losses out of its mean.",
         "",
-    ]
-    if older:
-        lines += ["## Older releases", "", *_table(older, release=True), ""]
-    lines += [
         "## Limits",
         "",
         "- One process on a CPU: nothing about GPUs, vLLM or several processes.",
         "- Tiny models with random weights: a fault that needs a large model is not found.",
         "- A NaN that ends a run with any error counts as passed, although the message may not name its cause.",
         "",
-        "*Made from `benchmarks/results/bench.json` by `make docs`;",
-        f"`{measured['command']}`; {_versions(own[0])}; {measured['machine']}.*",
+        *_provenance(measured, own),
         "",
     ]
     return "\n".join(lines)
+
+
+def results_page() -> str:
+    """Returns `bench_results.md`."""
+    measured, own, older = _runs()
+    lines = [
+        "# Results of the bench",
+        "",
+        "Wrong runs of all runs of each check of [`safe-trainers bench`](bench.md); – is not applicable. The seconds "
+        "are of one core that other programs used too.",
+        "",
+        f"## TRL {own[0]['versions']['trl']}, stock and safe",
+        "",
+        *_table(own),
+        "",
+    ]
+    if older:
+        lines += ["## Older releases", "", *_table(older, release=True), ""]
+    return "\n".join([*lines, *_provenance(measured, own), ""])
+
+
+def _provenance(measured: Run, runs: list[Run]) -> list[str]:
+    return [
+        "*Made from `benchmarks/results/bench.json` by `make docs`;",
+        f"`{measured['command']}`; {_versions(runs[0])}; {measured['machine']}.*",
+    ]
+
+
+def _summary(runs: list[Run]) -> list[str]:
+    """A row for each algorithm with the number of wrong checks of its stock and its safe trainer."""
+    found: dict[str, dict[bool, str]] = {}
+    for run in runs:
+        applied = [check for check in run["checks"] if check["status"] != "not applicable"]
+        wrong = [check for check in applied if check["status"] in WRONG]
+        safe = run["trainer"].startswith("safe_trainers:")
+        found.setdefault(_short(run).removeprefix("Safe"), {})[safe] = f"{len(wrong)} of {len(applied)}"
+    rows = [f"| {name} | {sides.get(False, '–')} | {sides.get(True, '–')} |" for name, sides in found.items()]
+    return ["| trainer | stock | safe |", "|---|---:|---:|", *rows]
 
 
 def _printed(run: Run) -> list[str]:

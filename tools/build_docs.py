@@ -15,6 +15,7 @@ import tune_page
 import versions_page
 from api_page import api_page
 from bench_page import bench_page, rules_page
+from bench_page import results_page as bench_results_page
 from cli_page import cli_page
 from config_page import config_page
 from experts_page import experts_page
@@ -35,6 +36,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "api": api_page,
     "architecture": architecture_page.architecture_page,
     "bench": bench_page,
+    "bench_results": bench_results_page,
     "bench_rules": rules_page,
     "cli": cli_page,
     "config": config_page,
