@@ -318,13 +318,11 @@ class Search:
                     self._figures(names)
 
     def _fill(self, whole: Figures) -> None:
-        """Fills what is left of the budget with parts of groups, those of the largest contributions first."""
-        current = self.best()
-        if current is None:
-            return
-        outside = [group for group in self.groups if not within(group.modules, current) and self._alone(group) > 0]
-        parts = (part for group in sorted(outside, key=self._alone, reverse=True) for part in self.divide(group))
-        tried = [part for part in parts if self._fits(current | part.modules)][:PARTS]
+        """Fills the best set that leaves room in the budget with parts of the groups that contribute most."""
+        fitting = [names for names in self.found if self._fits(names) and self.found[names].finite]
+        fitting.sort(key=lambda names: self.found[names].mean)
+        choices = ((names, self._parts_beside(names)) for names in fitting)
+        current, tried = next((choice for choice in choices if choice[1]), (NOTHING, []))
         while tried and self.found[outermost(current)].mean > whole.mean * FLOOR:
             here, gains = self.found[outermost(current)], dict[Group, float]()
             for part in tried:
@@ -338,6 +336,12 @@ class Search:
             helpful.sort(key=lambda part: gains[part], reverse=True)
             left = [part for part in helpful if not within(part.modules, current)]
             tried = [part for part in left if self._fits(current | part.modules)][:SHORTLIST]
+
+    def _parts_beside(self, current: Modules) -> list[Group]:
+        """Parts of the groups outside of a set that the budget leaves room for."""
+        outside = [group for group in self.groups if not within(group.modules, current) and self._alone(group) > 0]
+        parts = (part for group in sorted(outside, key=self._alone, reverse=True) for part in self.divide(group))
+        return [part for part in parts if self._fits(current | part.modules)][:PARTS]
 
     def _prune(self) -> None:
         """Removes from the best set the modules without which it still meets the goal, the largest first."""

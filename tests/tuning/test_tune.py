@@ -247,7 +247,8 @@ class Divisible(Additive):
         (Goal(max_bytes=140), {"b", "mlp.up"}),
         (Goal(max_bytes=240), {"a", "b", "mlp.up"}),
         (Goal(max_bytes=99), {"mlp.up"}),
-        (Goal(max_bytes=640), {"b", "mlp"}),
+        (Goal(max_bytes=640), {"a", "b", "mlp.up"}),
+        (Goal(max_bytes=200), {"b", "mlp.up"}),  # `a` and `b` leave no room
         (Goal(max_bytes=140, max_mismatch=1e-6), {"b", "mlp.up"}),
     ],
 )
