@@ -10,6 +10,7 @@ assert result.exit_status == 0, result["nan"].detail
 
 import importlib
 import multiprocessing
+import signal
 import sys
 import time
 import traceback
@@ -165,7 +166,6 @@ def run_isolated(subject: Subject, name: str, limit: float) -> Result:
     process = context.Process(target=_send_result, args=(sender, subject, name, limit), daemon=True)
     process.start()
     sender.close()
-    row = None
     try:
         if receiver.poll(limit):
             result: Result = receiver.recv()
@@ -177,6 +177,9 @@ def run_isolated(subject: Subject, name: str, limit: float) -> Result:
         code = process.exitcode or 0
         how = f"by signal {-code}" if code < 0 else f"with status {code}"
         row = Row("", "crashed", f"the process of the check was ended {how}", "trains")
+    except BaseException:  # such as Ctrl-C, which the process of the check does not receive
+        process.kill()
+        raise
     finally:
         process.join()
         receiver.close()
@@ -184,6 +187,7 @@ def run_isolated(subject: Subject, name: str, limit: float) -> Result:
 
 
 def _send_result(sender: Connection, subject: Subject, name: str, limit: float) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to both processes, and the parent ends this one
     torch.set_num_threads(1)  # more cost tiny models time, and the threads of the parent are not in a forked process
     sender.send(run_check(subject, name, limit))
     sender.close()

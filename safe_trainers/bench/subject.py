@@ -141,11 +141,17 @@ def load_class(name: str) -> type:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise RecipeError(f"--trainer must be MODULE:CLASS, such as trl:GRPOTrainer, got {name!r}")
+    if not all(part.isidentifier() for part in module.split(".")):
+        dotted = ".".join(part for part in module.removesuffix(".py").replace(os.sep, ".").split(".") if part)
+        raise RecipeError(
+            f"--trainer {name}: {module} is not the name of a module. Write its dotted name from the current folder: "
+            f"--trainer {dotted}:{attribute}"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:  # a module can fail in any way
+    except (Exception, SystemExit) as error:  # a module can fail in any way, and a script without a guard exits
         raise RecipeError(f"--trainer {name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -1,7 +1,9 @@
 """Checks of token ids: what the sampler saw against what scoring and training see, and what truncation cuts."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,15 +174,21 @@ def truncation(shop: Workshop) -> Iterator[Row]:
     subject, found = shop.subject, False
     if subject.generates and subject.accepts("mask_truncated_completions"):
         found = True
-        yield shop.attempt("masked completions", lambda: _masked(shop))
+        yield _if_trained(shop, "masked completions", "text", lambda: _masked(shop))
     for setting, families in (("max_length", ("text", VISION)), ("max_prompt_length", (VISION,))):
         if subject.accepts(setting) and not (subject.generates and setting == "max_length"):
             for family in families[: 2 if subject.takes_images else 1]:
                 found = True
                 run = f"{family}, {setting}"
-                yield shop.attempt(run, lambda s=setting, f=family, r=run: _cut(shop, s, f, r))  # type: ignore[misc]
+                yield _if_trained(shop, run, family, partial(_cut, shop, setting, family, run))
     if not found:
         yield Row("", "not applicable", "the config has no setting that truncates")
+
+
+def _if_trained(shop: Workshop, run: str, family: str, measure: Callable[[], Row]) -> Row:
+    """Measures, unless the model of the family does not train in float32 without the setting."""
+    failed = shop.control(Setup(family))
+    return shop.attempt(run, measure) if failed is None else replace(failed, run=run)
 
 
 def _masked(shop: Workshop) -> Row:

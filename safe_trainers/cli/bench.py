@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from ..bench.checks import CHECKS, TIME_LIMIT
 from ..core.errors import RecipeError
+from ..core.files import replace_file
 from ..core.tasks import TASKS
+from .outputs import check_output, written
 
 
 if TYPE_CHECKING:
@@ -54,8 +56,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     if not options.trainer:
         raise RecipeError("write the class: safe-trainers bench --trainer MODULE:CLASS, such as trl:GRPOTrainer")
-    if options.json and not os.path.isdir(Path(options.json).parent):
-        raise RecipeError(f"the folder {Path(options.json).parent} of --json {options.json} does not exist")
+    if options.json:
+        check_output("--json", options.json)
     if not options.time_limit > 0:
         raise RecipeError(f"--time_limit must be a number of seconds above 0, got {options.time_limit:g}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is built here
@@ -73,7 +75,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     )
     show(report_on(found), console())
     if options.json:
-        Path(options.json).write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(found.to_dict(), indent=1) + "\n"
+        with written("--json", options.json):
+            replace_file(Path(options.json), lambda file: file.write(text.encode()))
         print(f"json  {options.json}")
     return found.exit_status
 

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .outputs import check_output, written
+
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,12 +79,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if output.suffix.lower() not in FORMATS:
         meant = output.with_suffix(".png") if output.name else output / "plot.png"
         raise RecipeError(f"--output must end in {', '.join(FORMATS)}, got {output}. Write: --output {meant}")
-    if not os.path.isdir(output.parent):
-        raise RecipeError(f"the folder {output.parent} of --output {output} does not exist")
-    try:
+    check_output("--output", output)
+    with written("--output", output):
         plot_run(log, output, file.parent.resolve().name)
-    except OSError as error:
-        raise RecipeError(f"--output {output} cannot be written: {error.strerror}") from None
     print(f"plot {output}")
     note = not_finite(log)
     if note is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import RecipeError
+from .outputs import check_output, written
 from .tune_targets import OWN, TOKENS, ModelTarget, RecipeTarget, explain_memory, is_recipe
 
 
@@ -115,7 +116,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.plot:
         from ..tuning.draw import draw_front
 
-        draw_front(found.to_dict(), Path(options.plot))
+        with written("--plot", options.plot):
+            draw_front(found.to_dict(), Path(options.plot))
     for what, place in {"json": options.json, "plot": options.plot}.items():
         if place:
             print(f"{what:<5} {place}")
@@ -198,9 +200,8 @@ def _check_files(options: argparse.Namespace) -> None:
     if options.plot and Path(options.plot).suffix.lower() not in FORMATS:
         raise RecipeError(f"--plot must end in {', '.join(FORMATS)}, got {options.plot}")
     for name in ("json", "plot"):
-        file = getattr(options, name)
-        if file and not os.path.isdir(Path(file).parent):
-            raise RecipeError(f"the folder {Path(file).parent} of --{name} {file} does not exist")
+        if getattr(options, name):
+            check_output(f"--{name}", getattr(options, name))
 
 
 def _print(found: "Tuning") -> None:

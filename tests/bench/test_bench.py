@@ -4,6 +4,8 @@ Runs with `fp16=True` use stand-ins for autocast and the loss scaler of CUDA (`s
 """
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import time
@@ -315,6 +317,11 @@ class Broken(SFT):
         raise RuntimeError("broken in every precision")
 
 
+class TakesOtherArguments(SFT):
+    def __init__(self, net, config, rows):
+        super().__init__(net, args=config, train_dataset=rows)
+
+
 class Refuses(SFT):
     def __init__(self, model, args=None, **kwargs):
         if args.bf16:
@@ -358,6 +365,34 @@ def test_a_process_that_dies_or_hangs_ends_only_its_check(trainer_class, status,
     if trainer_class is Hangs:
         assert found.results[1].detail == "the time limit of 8 s had passed"  # it is not started
     assert len(lines) == 4
+
+
+@pytest.mark.skipif(not run.can_fork(), reason="needs fork")
+def test_an_interrupt_ends_the_process_of_the_check_at_once(capfd, monkeypatch):
+    def interrupted(connection, limit):
+        time.sleep(1)  # the check is running
+        os.kill(process_of_check(), signal.SIGINT)  # as the terminal does with Ctrl-C
+        time.sleep(1)
+        assert process_of_check() is not None
+        raise KeyboardInterrupt
+
+    def process_of_check():
+        return next((child.pid for child in multiprocessing.active_children()), None)
+
+    started = time.monotonic()
+    monkeypatch.setattr(multiprocessing.connection.Connection, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.run_isolated(describe(Hangs), "skipped-steps", 60)
+    assert time.monotonic() - started < 20
+    assert process_of_check() is None
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("trainer_class", [Broken, TakesOtherArguments])
+def test_truncation_is_not_judged_if_the_control_fails(trainer_class):
+    result = bench_trainer(trainer_class, only=["truncation"], isolate=False)["truncation"]
+    assert {row.status for row in result.rows} == {"could not run"}
+    assert "text, max_length" in {row.run for row in result.rows}
 
 
 def test_a_check_that_fails_itself_could_not_run(monkeypatch):
@@ -430,11 +465,18 @@ def test_a_plain_trainer_of_transformers_is_checked():
         (["--trainer", "trl:SFTTrainer", "--args", "weight_decai=1"], "did you mean 'weight_decay'?"),
         (["--trainer", "trl:SFTTrainer", "--args", "bf16=true"], "the checks set bf16 themselves"),
         (["--trainer", "trl:SFTTrainer", "--json", "absent/a.json"], "the folder absent of --json"),
+        (["--trainer", "trl:SFTTrainer", "--json", "."], "--json . is a folder. Write the name of a file in it"),
+        (["--trainer", "trl:SFTTrainer", "--json", "/proc/a.json"], "--json /proc/a.json cannot be written"),
         (["--trainer", "trl:SFTTrainer", "--time_limit", "0"], "--time_limit must be a number of seconds above 0"),
+        (["--trainer", "pkg/mine.py:X"], "not the name of a module. Write its dotted name from the current folder: "
+         "--trainer pkg.mine:X"),
+        (["--trainer", ".mine:X"], "--trainer mine:X"),
+        (["--trainer", "a_script:X"], "a_script cannot be imported: SystemExit: 2"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_message(words, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_script.py").write_text("import sys\n\nsys.exit(2)\n")
     assert main(["bench", *words]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("error: ")
