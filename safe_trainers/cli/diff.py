@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PHASES = ("rollout", "scoring", "forward", "loss", "backward", "optimizer")
 EPILOG = """A and B: run folders with recordings (record_steps), or folders that `safe_trainers.record` wrote
-exit status: 0: no difference beyond noise, 1: a difference
+exit status: 0: no difference beyond noise, 1: a difference, 2: errors
 """
 
 

@@ -82,6 +82,11 @@ WARNINGS = index(
         "drop `record_steps`, or train with one process for each device and free space in `output_dir`",
     ),
     Finding(
+        "step-not-reached",
+        "the run ends after step {steps}, and records no step.",
+        "`record_steps=[1]`, or train longer",
+    ),
+    Finding(
         "rollout-not-aligned",
         "`rollout_compute='stock'` leaves generation to TRL: parts of the model may compute in another dtype during "
         "rollouts than during training.",

@@ -88,6 +88,9 @@ class _Explanation:
     def of(self, pair: Pair) -> Cause:
         """Explains a difference by the kind of its value."""
         event = pair.first
+        earlier = self._earlier(pair)
+        if earlier is not None:
+            return earlier
         if event.kind == storage.PRE:
             return self._of_input(pair)
         if event.kind in (storage.TOKEN, storage.TOKEN_PRE):
@@ -101,6 +104,21 @@ class _Explanation:
         if event.name == LOSS_NAME or (event.name == "" and event.slot.endswith("loss")):
             return self._of_loss(event)
         return self._of_module(pair)
+
+    def _earlier(self, pair: Pair) -> Cause | None:
+        """What follows from a difference in an earlier phase, if only a later phase is compared."""
+        event = pair.first
+        name = OPTIMIZER_NAME if event.kind == storage.UPDATED else event.name
+        if event.kind not in (storage.GRADIENT, storage.UPDATED) and event.name != LOSS_NAME:
+            return None  # the others have inputs in their own phase
+        for other in self._aligned:
+            if other is pair or other.first.phase == event.phase:
+                return None
+            if other.first.kind not in PARAMETERS and self._differs(other):
+                phase, slot = other.first.phase, other.first.slot
+                text = f"`{slot}` of {_shown(other.first.name)} differs before, in the phase {phase}"
+                return Cause(name, INPUTS, f"{text}: compare all phases")
+        return None
 
     # ---- Inputs ----
 

@@ -85,7 +85,8 @@ def compare_recordings(first: str, second: str, noise: Sequence[str] = (), phase
         The comparison.
 
     Raises:
-        RecordingError: If a recording is missing, they are of different models, or have no step in common.
+        RecordingError: If a recording is missing, they are of different models, or have no step in common, or no value
+            of the phase.
     """
     a, b = read_recording(first), read_recording(second)
     references = [read_recording(path) for path in noise]
@@ -95,15 +96,21 @@ def compare_recordings(first: str, second: str, noise: Sequence[str] = (), phase
     compared, alone = 0, tuple(_alone(a, b))
     for number in steps:
         mine, theirs = a.step(number), b.step(number)
-        aligned = [pair for pair in align(mine, theirs) if phase in (None, pair.first.phase)]
+        every = align(mine, theirs)
+        aligned = [pair for pair in every if phase in (None, pair.first.phase)]
         tolerances = _Noise(mine, [r.step(number) for r in references if number in r.steps])
         compared += len(aligned)
         found = list(_beyond(number, aligned, tolerances))
         if found:
             sides = Side(a, mine), Side(b, theirs)
-            cause = explain(found[0][0], aligned, *sides, partial(_is_beyond, tolerances))
+            cause = explain(found[0][0], every, *sides, partial(_is_beyond, tolerances))
             shown = _by_module(difference for _, difference in found)
             return Comparison(first, second, steps, compared, shown, cause, alone)
+    if not compared:
+        phases = {event.phase for number in steps for event in a.step(number).events}
+        known = ", ".join(name for name in storage.PHASES[1:] if name in phases)
+        where = "" if phase is None else f" in the phase {phase}"
+        raise RecordingError(f"{first} and {second} have no value in common{where}. {first} has the phases {known}")
     return Comparison(first, second, steps, compared, alone=alone)
 
 

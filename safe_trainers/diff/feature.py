@@ -17,6 +17,7 @@ class RunRecorder(Feature):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._writer: StepWriter | None = None
+        self._first = 0  # the first step to record, before the first step of the run
 
     def on_train_begin(self) -> None:
         """Makes the writer, if the run records steps."""
@@ -24,20 +25,29 @@ class RunRecorder(Feature):
         if not steps:
             self.rest("on_step_begin", "around_rollout", "around_loss", "before_step", "after_step")
             return
-        steps = list(range(1, steps + 1)) if isinstance(steps, int) else steps
+        steps = range(1, steps + 1) if isinstance(steps, int) else sorted(steps)
         if args.n_gpu > 1:
             self.run.warn_once(
-                warn("not-recorded", f"record_steps={steps}", why="`nn.DataParallel` runs copies of it")
+                warn(
+                    "not-recorded",
+                    f"record_steps={self.run.settings.record_steps}",
+                    why="`nn.DataParallel` runs copies of it",
+                )
             )
             return
+        self._first = steps[0]
         folder = Path(args.output_dir, storage.FOLDER)
         self.on_train_end()  # an earlier call of `train` may have ended in a step
         self._writer = StepWriter(self.run.model, folder, steps, self._ended, args, args.process_index)
 
     def on_step_begin(self) -> None:
         """Begins to record the next step, if it is one of `record_steps`."""
-        if self._writer is not None:
-            self._writer.begin(self.run.step + 1, self.run.trainer.optimizer)
+        if self._writer is None:
+            return
+        first, last, self._first = self._first, self.run.trainer.state.max_steps, 0
+        if first > last:
+            self.run.warn_once(warn("step-not-reached", f"record_steps={self.run.settings.record_steps}", steps=last))
+        self._writer.begin(self.run.step + 1, self.run.trainer.optimizer)
 
     def around_rollout(self, call: Callable[[], Any]) -> Any:
         """Marks the calls of the model in a rollout."""

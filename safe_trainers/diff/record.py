@@ -37,8 +37,10 @@ class StepWriter:
         self.recorder = Recorder(model, args)
         self._report = report
         self._failed = False
-        self._folder, self._steps, self._rank = folder, frozenset(steps), rank
+        self._folder, self._rank = folder, rank
+        self._steps = steps if isinstance(steps, range) else frozenset(steps)
         self._number = 0
+        self._begun_at = 0
         self._described = False
 
     def begin(self, number: int, optimizer: Any = None) -> None:
@@ -72,14 +74,21 @@ class StepWriter:
     def _begin(self, number: int, optimizer: Any) -> None:
         if self.recorder.recording:
             self.recorder.stop()
+        if not self._begun_at:
+            self._begun_at = number
+            if self._rank == 0:  # those of an earlier run; a resumed run keeps the steps before its checkpoint
+                storage.remove_steps(self._folder, number)
         if number in self._steps:
             self._number = number
             self.recorder.begin(optimizer)
             if not self._described:
                 self._described = True
                 description = self.recorder.description()
-                if self._rank == 0:
-                    _remove_old(self._folder)
+                known = storage.settings_of(self._folder, description) if self._begun_at > 1 else None
+                if known is not None:
+                    self.recorder.known = known
+                elif self._rank == 0:
+                    storage.remove_steps(self._folder)
                     storage.write_model(self._folder, description)
 
     def _end(self) -> None:
@@ -87,12 +96,6 @@ class StepWriter:
             columns, tables = self.recorder.end()
             self._folder.mkdir(parents=True, exist_ok=True)
             storage.write_step(self._folder, self._number, self._rank, columns, tables)
-
-
-def _remove_old(folder: Path) -> None:
-    """Removes the steps of an earlier recording, whose settings may differ from those that are written now."""
-    for path in folder.glob("step-*.safetensors") if folder.is_dir() else ():
-        path.unlink()
 
 
 @contextlib.contextmanager

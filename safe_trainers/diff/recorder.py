@@ -78,7 +78,7 @@ class Recorder:
         self.error: Exception | None = None
         self._arguments, self._configs = settings.of_arguments(args), dict[int, Any]()
         self._handles: list[Any] = []
-        self._known: dict[str, Any] | None = None
+        self.known: dict[str, Any] | None = None
         self._parameters: dict[int, list[str]] = {}
         self._open = False
 
@@ -159,7 +159,7 @@ class Recorder:
             "kinds": np.array(self._kinds, np.int32).reshape(-1, 2),
             "samples": samples,
         }
-        known = {} if self._known is None else self._known
+        known = {} if self.known is None else self.known
         changed = {name: now for name, now in self._settings.items() if known.get(name) != now}
         tables = {
             "names": self._strings.values,
@@ -168,7 +168,7 @@ class Recorder:
             "shapes": self._shapes.values,
             "autocasts": self._autocasts.values,
             "arguments": self._calls_arguments.values,
-            "settings": changed if self._known is not None else {},
+            "settings": changed if self.known is not None else {},
             "rows": self._rows,
         }
         self._open = False
@@ -179,7 +179,7 @@ class Recorder:
 
         Later steps store only settings that differ from these.
         """
-        self._known = self._settings
+        self.known = self._settings
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         return {
             "kinds": {canonical(name): type(module).__name__ for name, module in self.model.named_modules()},

@@ -144,6 +144,38 @@ def write_model(folder: Path, model: Mapping[str, Any]) -> None:
     replace_file(folder / MODEL, lambda file: file.write(text.encode()))
 
 
+def settings_of(folder: Path, model: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Returns the settings in `model.json`, to which those of further steps of the same model can be relative.
+
+    Args:
+        folder: The folder of the recording.
+        model: The description of the model now.
+
+    Returns:
+        The settings by module; `None` if there is no such file, or it describes another model or environment.
+    """
+    try:
+        known = read_json(folder / MODEL)
+    except (OSError, ValueError):  # it is written again
+        return None
+    now = json.loads(json.dumps({"version": VERSION, **model}, default=str))
+    found = known.pop("settings", None)
+    return found if known == {name: value for name, value in now.items() if name != "settings"} else None
+
+
+def remove_steps(folder: Path, first: int = 0) -> None:
+    """Removes recorded steps.
+
+    Args:
+        folder: The folder of the recording.
+        first: The number of the first step to remove.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FILE.fullmatch(path.name)
+        if match and int(match[1]) >= first:
+            path.unlink()
+
+
 def write_step(folder: Path, number: int, rank: int, columns: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
     """Writes the file of a step; keeps fewer samples, and then fewer events, if it would be too large.
 
@@ -260,6 +292,9 @@ def read_recording(path: str | Path, rank: int = 0) -> Recording:
             f"{folder} has version {model.get('version')} of the format, and this release reads {VERSION}. "
             "Record the run again"
         )
+    missing = [name for name in ("kinds", "settings", "shapes") if not isinstance(model.get(name), dict)]
+    if missing:
+        raise RecordingError(f"{folder / MODEL} is not complete: it has no {missing[0]}. Record the run again")
     steps = {}
     for file in sorted(folder.iterdir()):
         match = _FILE.fullmatch(file.name)

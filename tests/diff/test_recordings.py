@@ -35,15 +35,19 @@ QUICK = (
 )
 
 
-def train(folder, task="sft", family="text", *, safe=True, lora=False, steps=2, resume=None, **changes):
+def train(*args, resume=None, **changes):
+    trainer = build(*args, **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def build(folder, task="sft", family="text", *, safe=True, lora=False, steps=2, **changes):
     reset_accelerate()
     cell = Cell(family, task, "fp32", None, lora=lora)
     config = (cells.SAFE_CONFIG if safe else cells.PLAIN)[task]
     made = cells.arguments(cell, config, steps, output_dir=str(folder), **changes)
     torch.manual_seed(0)
-    trainer = (cells.SAFE if safe else cells.STOCK)[task](**made)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return (cells.SAFE if safe else cells.STOCK)[task](**made)
 
 
 def hooks_of(model):
@@ -356,6 +360,7 @@ def test_the_command_prints_the_first_difference_and_its_cause(recorded, capsys)
     assert report["facts"]["cause"] == "setting"
     assert "`group 0.lr` is 0.001 and 0.002" in report["verdicts"][0]["text"]
     assert main(["diff", str(recorded / "run"), str(recorded / "other"), "--phase", "forward"]) == 0
+    assert compare_recordings(*(str(recorded / name) for name in ("run", "again")), phase="optimizer").compared
     assert main(["diff", str(recorded / "run"), "--rollout"]) == 0
     assert compare_rollout(str(recorded / "run")).compared > 50
 
@@ -370,10 +375,12 @@ def test_the_command_prints_the_first_difference_and_its_cause(recorded, capsys)
         (["run"], "write two run folders, or one and --rollout"),
         (["run", "again", "--rollout"], "write two run folders, or one and --rollout"),
         (["model", "--rollout"], "has no step in which tokens are sampled"),
+        (["model", "model", "--phase", "rollout"], "have no value in common in the phase rollout. "),
     ],
 )
 def test_input_that_cannot_be_compared_is_one_error(recorded, capsys, arguments, message):
-    given = [argument if argument.startswith("--") else str(recorded / argument) for argument in arguments]
+    plain = {"rollout"}
+    given = [a if a.startswith("--") or a in plain else str(recorded / a) for a in arguments]
     assert main(["diff", *given]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -386,3 +393,67 @@ def test_a_damaged_recording_is_one_error(recorded, tmp_path, capsys):
         (tmp_path / file.name).write_bytes(file.read_bytes()[:kept])
     assert main(["diff", str(recorded / "run"), str(tmp_path)]) == 2
     assert "is not a complete recording of a step" in capsys.readouterr().err
+    (tmp_path / storage.MODEL).write_text('{"version": 1}')
+    assert main(["diff", str(recorded / "run"), str(tmp_path)]) == 2
+    assert "is not complete: it has no kinds. Record the run again" in capsys.readouterr().err
+
+
+def test_a_comparison_of_one_phase_has_the_cause_of_the_whole_one(tmp_path):
+    def run(folder, change=None):
+        trainer = build(tmp_path / folder, record_steps=[1])
+        if change is not None:
+            change(trainer.model.model.layers[0])
+        trainer.train()
+        return str(tmp_path / folder)
+
+    def sharper(layer):
+        layer.self_attn.scaling *= 2
+
+    def heavier(layer):
+        layer.mlp.up_proj.weight.data *= 1.5
+
+    plain, sharp, heavy = run("plain"), run("sharp", sharper), run("heavy", heavier)
+    for phase in ("backward", "optimizer"):
+        cause = compare_recordings(plain, sharp, phase=phase).cause
+        assert cause.kind == "inputs", cause
+        assert "differs before, in the phase forward: compare all phases" in cause.text
+    cause = compare_recordings(plain, heavy, phase="forward").cause
+    assert (cause.module, cause.kind) == ("model.layers.0.mlp.up_proj", "weights")
+
+
+def test_a_resumed_run_keeps_the_steps_that_it_does_not_repeat(tmp_path):
+    def steps(folder):
+        return sorted(path.name for path in (tmp_path / folder / storage.FOLDER).glob("step-*"))
+
+    kept = {"record_steps": [1, 3], "save_strategy": "steps", "save_steps": 2}
+    train(tmp_path / "run", steps=3, **kept)
+    both = ["step-000001.safetensors", "step-000003.safetensors"]
+    assert steps("run") == both
+    (tmp_path / "run" / storage.FOLDER / both[1]).unlink()
+    train(tmp_path / "run", steps=3, resume=str(tmp_path / "run" / "checkpoint-2"), **kept)
+    assert steps("run") == both
+    train(tmp_path / "whole", steps=3, **kept)
+    assert compare_recordings(str(tmp_path / "run"), str(tmp_path / "whole")).cause is None
+    train(tmp_path / "run", steps=3, resume=str(tmp_path / "run" / "checkpoint-2"), **kept, max_grad_norm=1e-3)
+    found = compare_recordings(str(tmp_path / "run"), str(tmp_path / "whole"))
+    assert (found.differences[0].step, found.cause.kind) == (3, "setting")  # and not in step 1, which has its own
+    assert "`max_grad_norm` is 0.001 and 1.0" in found.cause.text
+    described = tmp_path / "run" / storage.FOLDER / storage.MODEL
+    described.write_text(described.read_text().replace('"threads": ', '"threads": 9'))
+    train(tmp_path / "run", steps=3, resume=str(tmp_path / "run" / "checkpoint-2"), **kept)
+    assert steps("run") == both[1:]  # the other one was recorded in another environment
+    train(tmp_path / "run", steps=2, record_steps=[2])
+    assert steps("run") == ["step-000002.safetensors"]
+
+
+def test_steps_that_a_run_does_not_reach_are_a_warning_and_leave_no_old_ones(tmp_path):
+    train(tmp_path, record_steps=[1])
+    with pytest.warns(PrecisionWarning, match=r"the run ends after step 2, and records no step.*\n.*\[1\]") as caught:
+        train(tmp_path, record_steps=[3, 4])
+    assert [str(w.message).count("[step-not-reached]") for w in caught if "step-not" in str(w.message)] == [1]
+    assert not list((tmp_path / storage.FOLDER).glob("step-*"))
+
+
+def test_a_large_number_of_steps_takes_no_memory(tmp_path):
+    train(tmp_path, record_steps=10**12)
+    assert len(list((tmp_path / storage.FOLDER).glob("step-*"))) == 2
