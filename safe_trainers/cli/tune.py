@@ -59,6 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _is_packaged(name: str) -> bool:
+    from ..recipes.packaged import recipe_path
+
+    try:
+        return is_recipe(name) and recipe_path(name).is_file()
+    except RecipeError:
+        return False
+
+
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -97,10 +106,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     has_recipe = is_recipe(options.target)
     if options.write and not (has_recipe and os.path.isfile(options.target)):
-        raise RecipeError(
-            f"--write changes the file of a recipe, and {options.target} is not one. Write the name of a file; for a "
-            f"packaged recipe, run: safe-trainers copy {options.target}"
-        )
+        copied = f"Run: safe-trainers copy {options.target}" if _is_packaged(options.target) else "Write its name"
+        raise RecipeError(f"--write changes the file of a recipe, and {options.target} is not one. {copied}")
     _check_files(options)
     show_phase(f"reading {options.target}")
     names = ("max_mismatch", "min_ess", "max_bytes", "max_time", "sequences", "max_tokens", "time_limit", "json")
@@ -175,6 +182,12 @@ def tune(
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("tune runs in one process. Run it without a launcher")
+    _check_values(
+        max_mismatch=max_mismatch, min_ess=min_ess, max_bytes=max_bytes, max_time=max_time, sequences=sequences,
+        max_tokens=max_tokens, time_limit=time_limit,
+    )  # fmt: skip
+    if isinstance(precisions, str) or not precisions or not set(precisions) <= set(PRECISIONS):
+        raise RecipeError(f"precisions must be a list of {', '.join(PRECISIONS)}, got {precisions!r}")
     goal = Goal(max_mismatch, min_ess, max_bytes, max_time)
     plan = Plan(goal=goal, sequences=sequences, time_limit=time_limit, progress=progress or (lambda line: None))
     store = Store(None if json is None else Path(json))
@@ -191,6 +204,17 @@ def tune(
             plan.target, plan.prompts, build = str(target), model.prompts, model.build
         plan.precisions = precisions
         return tune_trainer(build, plan, store)
+
+
+def _check_values(**given: float | None) -> None:
+    """Raises `RecipeError` for a goal or an effort that cannot be."""
+    for name, value in given.items():
+        least = {"max_bytes": 0, "sequences": 1, "max_tokens": 1}.get(name)
+        most = 1.0 if name == "min_ess" else float("inf")
+        if value is None or ((value > 0 if least is None else value >= least) and value <= most):
+            continue
+        accepted = "above 0" if least is None else f"from {least}"
+        raise RecipeError(f"{name} must be a number {accepted}{' and at most 1' if most == 1 else ''}, got {value:g}")
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -220,5 +244,8 @@ def _write(path: Path, found: "Tuning") -> None:
         print(f"{path} was not changed, because the goal is not met", file=sys.stderr)
         return
     fixed = with_settings(path, found.settings, drop=OWN)
+    if fixed.after == fixed.before:
+        print(f"{path} has these lines already, and was not changed")
+        return
     backup = save(path, fixed.after)
     print(f"{fixed.diff()}written to {path}; the file before: {backup}")

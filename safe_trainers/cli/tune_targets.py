@@ -96,12 +96,14 @@ class ModelTarget:
 
     def __init__(self, name: str, length: int, sequences: int, scratch: Path) -> None:
         from ..data.columns import EMBEDDED_MODELS, embedded_name
+        from ..tiny import FAMILIES
         from ..tuning.tune import rows_for
 
         self._name, self._length, self._scratch, self._rows = name, length, scratch, rows_for(sequences, BATCH)
         self._family = embedded_name(name)
-        if self._family is not None and self._family not in EMBEDDED_MODELS:
-            raise RecipeError(f"{name} is not an embedded model; expected one of {', '.join(EMBEDDED_MODELS)}")
+        if self._family is not None and self._family not in FAMILIES:
+            embedded = "not a model that generates" if self._family in EMBEDDED_MODELS else "not an embedded model"
+            raise RecipeError(f"{name} is {embedded}; expected one of {', '.join(FAMILIES)}")
         if (
             self._family is None
             and not os.path.isdir(name)
@@ -112,6 +114,8 @@ class ModelTarget:
         if self._family is not None:
             self.prompts = "questions about generated images" if self._has_images else "generated questions"
         elif os.path.isdir(name):
+            if not any(Path(name, file).is_file() for file in ("config.json", "adapter_config.json")):
+                raise RecipeError(f"{name} is neither a recipe nor a model: it has no config.json")
             _check_memory(Path(name))
 
     @property
@@ -175,7 +179,8 @@ class ModelTarget:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._name)
         except (OSError, ValueError, KeyError) as error:
-            raise RecipeError(f"the tokenizer of {self._name} cannot be read: {str(error).splitlines()[0]}") from error
+            why = " ".join(str(error).split())[:300]
+            raise RecipeError(f"the tokenizer of {self._name} cannot be read: {why}") from error
         special = set(tokenizer.all_special_ids)
         plain = torch.tensor([number for number in range(len(tokenizer)) if number not in special])
         generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
 """Stores measurements in a JSON file, so that a search that was ended resumes without measuring again."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,34 @@ class Store:
                 raise RecipeError(f"{given}. Write the name of a new file") from None
 
     def open(self, identity: Mapping[str, Any]) -> None:
-        """Takes the measurements of the file if they are of the same model, prompts and versions.
+        """Takes the measurements of the file.
 
         Args:
             identity: What measurements depend on.
+
+        Raises:
+            RecipeError: If the measurements are of another model, other prompts, settings or versions.
         """
         self._identity = json.loads(json.dumps(identity))
-        if self._state.get("identity") == self._identity:
+        if self._state:
+            self._check(self._state.get("identity"))
             self._measured, self.tokens = self._state["measured"], self._state["tokens"]
             self.resumed = sum(map(len, self._measured.values()))
         self._state = {}
+
+    def _check(self, known: Any) -> None:
+        """Raises `RecipeError` if the measurements of the file depend on something else."""
+        if known == self._identity:
+            return
+        held = dict(_flat(known)) if isinstance(known, dict) else {}
+        now = dict(_flat(self._identity))
+        names = [name for name in {**now, **held} if held.get(name) != now.get(name)]
+        plain = [name for name in names if name != "prompts"]
+        what = "the prompts" if not plain else f"{plain[0]}, {held.get(plain[0])} in place of {now.get(plain[0])}"
+        raise RecipeError(
+            f"{self._path} has the measurements of another search, which would be lost: they differ in {what}. Write "
+            "the name of a new file, or remove this one"
+        )
 
     def __len__(self) -> int:
         return sum(map(len, self._measured.values()))
@@ -85,6 +103,14 @@ class Store:
             replace_file(self._path, lambda file: file.write(text.encode()))
         except OSError as error:
             raise RecipeError(f"{self._path} cannot be written: {error.strerror}") from None
+
+
+def _flat(identity: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in identity.items():
+        if name == "settings" and isinstance(value, Mapping):
+            yield from value.items()
+        else:
+            yield name, value
 
 
 def _key(names: Modules) -> str:

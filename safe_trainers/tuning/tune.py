@@ -10,17 +10,16 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any, Never
 
-import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from ..core.dtypes import FLOAT16, FLOAT32
 from ..core.errors import PrecisionWarning, RecipeError, SafeTrainersError
-from ..core.versions import __version__
 from ..model.parts import unwrap
 from ..model.trial_forward import is_dtype_error
 from .figures import NOT_COMPUTED, Figures
 from .gradients import Gradients, check_gradients
 from .groups import divide, extra_bytes, find_groups, head_name, layer_names, shortest_patterns
+from .identity import identity_of
 from .measure import Bench, Tokens, batches_of, measured
 from .result import Candidate, Tuning, lines_of
 from .search import NOTHING, Goal, Modules, OutOfTimeError, Search, within
@@ -187,7 +186,7 @@ class _Tuner:
         groups = [] if precision == "fp32" else find_groups(model)
         rules = {} if precision == "fp32" else _rules(model)
         if not self._outcomes:
-            store.open(self._identity(bench))
+            store.open(identity_of(self._plan.target, bench.trainer, bench.batches, self._fresh))
             if store.resumed:
                 self._tell(f"resumed with {store.resumed} measurements", now=True)
         everything = NOTHING.union(*(group.modules for group in groups))
@@ -395,19 +394,6 @@ class _Tuner:
             for names, figures in o.search.found.items():
                 if figures.finite:
                     yield o.precision, o.offset + o.sizes[names], figures.mean
-
-    def _identity(self, bench: Bench) -> dict[str, Any]:
-        trainer: Any = bench.trainer
-        sums = [float(p.detach().flatten()[:64].double().sum()) for p in trainer.model.parameters()]
-        return {
-            "target": self._plan.target,
-            "versions": [__version__, torch.__version__],
-            "device": str(trainer.accelerator.device),
-            "batches": [len(rows) for rows in bench.batches],
-            "length": trainer.max_completion_length,
-            "selection": [len(rows) for rows in self._fresh],
-            "model": [type(trainer.model).__name__, len(sums), sum(sums)],
-        }
 
     def _tell(self, line: str, now: bool = False) -> None:
         since = time.monotonic() - self._begun

@@ -458,6 +458,9 @@ def test_the_command_writes_the_lines_into_the_recipe(recipe, capsys):
     assert "\nbf16: true" not in text
     assert text.startswith("# a recipe\n")
     assert (recipe.parent / "mine.yaml.bak").read_text() == RECIPE
+    assert main(command) == 0  # resumes
+    assert "mine.yaml has these lines already, and was not changed" in capsys.readouterr().out
+    assert not (recipe.parent / "mine.yaml.bak1").exists()
     assert (recipe.parent / "found.png").stat().st_size > 10_000
     assert not (recipe.parent / "runs").exists()
 
@@ -483,11 +486,55 @@ def test_a_target_out_of_reach_gives_the_best_and_status_1(recipe, capsys):
         (["mine.yaml", "--plot", "a.doc"], "--plot must end in"),
         (["mine.yaml", "--json", "nowhere/a.json"], "does not exist"),
         (["mine.yaml", "--task", "grpo", "--json", "mine.yaml"], "is not a file of `safe-trainers tune`"),
+        (["tiny:text", "--write"], "tiny:text is not one. Write its name"),
+        (["tiny:reward"], "tiny:reward is not a model that generates; expected one of llava"),
+        (["empty"], "empty is neither a recipe nor a model: it has no config.json"),
+        (["tiny:text", "--min_ess", "1.5"], "min_ess must be a number above 0 and at most 1, got 1.5"),
+        (["tiny:text", "--json", "empty"], "--json empty is a folder"),
     ],
 )
 def test_bad_input_is_one_error(recipe, arguments, message, capsys):
+    (recipe.parent / "empty").mkdir()
     assert main(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_bytes": -1}, "max_bytes must be a number from 0, got -1"),
+        ({"sequences": 0}, "sequences must be a number from 1, got 0"),
+        ({"time_limit": 0.0}, "time_limit must be a number above 0, got 0"),
+        ({"max_time": float("nan")}, "max_time must be a number above 0, got nan"),
+        ({"precisions": "bf16"}, "precisions must be a list of bf16, fp16, fp32, got 'bf16'"),
+        ({"precisions": []}, "precisions must be a list"),
+        ({"precisions": ["int8"]}, "precisions must be a list"),
+    ],
+)
+def test_bad_arguments_of_the_function_are_one_error(arguments, message):
+    with pytest.raises(RecipeError) as refused:
+        safe_trainers.tune("tiny:text", **arguments)
+    assert message in str(refused.value)
+
+
+def test_measurements_of_another_search_are_neither_used_nor_lost(recipe, capsys):
+    common = ["--task", "grpo", "--sequences", "12", "--precision", "bf16", "--max_tokens", "4", "--max_bytes", "0"]
+    command = ["tune", recipe.name, *common, "--time_limit", "1", "--json", "found.json"]
+    main(command)
+    held = (recipe.parent / "found.json").read_bytes()
+    capsys.readouterr()
+    main(command)
+    assert "resumed with" in capsys.readouterr().err
+    held = (recipe.parent / "found.json").read_bytes()
+    recipe.write_text(f"{RECIPE}temperature: 0.5\n")
+    assert main(command) == 2
+    assert "they differ in temperature, 1.0 in place of 0.5. Write the name of a new file" in capsys.readouterr().err
+    recipe.write_text(RECIPE.replace("dataset_size: 64", "dataset_size: 65\nseed: 7"))
+    assert main(command) == 2
+    recipe.write_text(RECIPE)
+    assert main(["tune", "tiny:text", *common[2:], "--json", "found.json"]) == 2
+    assert "they differ in target, mine.yaml in place of tiny:text" in capsys.readouterr().err
+    assert (recipe.parent / "found.json").read_bytes() == held
 
 
 def test_a_model_that_does_not_fit_is_one_error(recipe, monkeypatch, capsys):
