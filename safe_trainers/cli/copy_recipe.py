@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,5 +22,5 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     from ..recipes.packaged import copy
 
-    sys.stdout.write(f"{copy(options.name, Path(options.dest), force=options.force)}\n")
+    sys.stdout.write(f"{copy(options.name, options.dest, force=options.force)}\n")
     return 0

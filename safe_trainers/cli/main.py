@@ -5,7 +5,9 @@ import errno
 import importlib
 import logging
 import os
+import re
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -64,6 +66,22 @@ COMMANDS = {
 """The commands, in the order of the help."""
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps the lines of descriptions and epilogs one by one, below their last column; commands are to be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + part for line in text.splitlines() for part in _wrapped(line, width - len(indent)))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    columns = re.match(r" *(?:\S+(?: \S+)* {2,})?", line)
+    hanging = " " * (columns.end() if columns else 0)
+    if line[len(hanging) :].startswith(("safe-trainers ", "--")):
+        return [line]
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(line) or [line]
+
+
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """Builds the parser of the command line.
 
@@ -84,7 +102,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         made = commands.add_parser(name, help=command.summary, description=command.summary)
-        made.formatter_class = argparse.RawDescriptionHelpFormatter
+        made.formatter_class = HelpFormatter
         if name == chosen:
             _module(command).add_arguments(made)
     return parser

@@ -22,7 +22,7 @@ EPILOG = """every key of a recipe is also an option, which overrides the file:
 in several processes:
   safe-trainers grpo --config RECIPE --accelerate_config zero3 --num_processes 8
 on two machines, with 8 processes each; the other one gets --machine_rank 1:
-  safe-trainers grpo --config RECIPE --accelerate_config fsdp2 --num_processes 16 \
+  safe-trainers grpo --config RECIPE --accelerate_config fsdp2 --num_processes 16 \\
     --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1
 """
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ def _matches(name: str, kind: Kind) -> list[Path]:
     """The files that a name stands for."""
     root, files = folder(kind), _files(kind)
     plain = name.removeprefix(f"{kind}/")
-    for candidate in (plain, f"{plain}.yaml"):
+    for candidate in (plain, f"{plain}.yaml", f"{plain}{SCRIPT}"):
         found = [path for path in files if path.relative_to(root).as_posix() == candidate]
         found = found or [path for path in files if path.name == candidate]
         if found:
@@ -190,12 +191,12 @@ def overview() -> Report:
     return Report("recipes and launch configs", "what comes with the package", {}, tables)
 
 
-def copy(name: str, dest: Path, *, force: bool = False) -> Path:
+def copy(name: str, dest: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Copies a packaged recipe or config; the schema that a recipe names for editors is that of this installation.
 
     Args:
         name: Its name.
-        dest: A folder, or the name of the new file.
+        dest: A folder, which may end in a slash, or the name of the new file.
         force: Whether an existing file is overwritten.
 
     Returns:
@@ -205,9 +206,10 @@ def copy(name: str, dest: Path, *, force: bool = False) -> Path:
         RecipeError: If no file has that name, with the nearest one, or the new file exists already.
     """
     source = _find_any(name)
-    target = dest / source.name if os.path.isdir(dest) else dest
+    is_folder = os.path.isdir(dest) or os.fspath(dest).endswith("/")
+    target = Path(dest, source.name) if is_folder else Path(dest)
     if not os.path.isdir(target.parent):
-        fix = run_command(f"mkdir -p {target.parent}")
+        fix = run_command(f"mkdir -p {shlex.quote(str(target.parent))}")
         raise RecipeError(Problem(f"there is no folder {target.parent}", fix=fix))
     if os.path.isdir(target):
         raise RecipeError(f"{target} is a folder")

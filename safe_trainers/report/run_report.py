@@ -188,7 +188,9 @@ def make_report(run: Run, groups: tuple[Group, ...], planned: tuple[Group, ...] 
         "quantisation": inventory.quantization,
         "attention": inventory.attn_implementation,
         "sampler": run.feature(RolloutAlignment).sampler_dtype if getattr(run.args, "use_vllm", False) else None,
-        "optimizer": type(optimizer).__name__ if optimizer is not None else str(run.args.optim),
+        "optimizer": type(optimizer).__name__
+        if optimizer is not None
+        else str(getattr(run.args.optim, "value", run.args.optim)),
         "trained elements": sum(group.elements for group in own if group.trainable),
         "weight bytes": sum(group.bytes for group in own),
         "optimizer bytes": _total(group.optimizer_bytes for group in own),

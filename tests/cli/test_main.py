@@ -1,5 +1,7 @@
 """The command line as a whole: which commands there are, and what a wrong name is answered with."""
 
+import argparse
+import importlib
 import os
 import pkgutil
 import re
@@ -106,3 +108,24 @@ def test_a_packaged_name_is_trained(tmp_path):
     done = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "tiny_vlm_bf16" / "log.json").is_file()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_into_80_columns_except_lines_to_copy(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    _, _, rest = shown.partition("\n\n")  # argparse does not wrap the choices of an option in the usage
+    wide = [line for line in rest.splitlines() if len(line) > 80 and "  safe-trainers " not in line]
+    assert wide == []
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"safe_trainers.cli.{COMMANDS[name].module}").add_arguments(parser)
+    for line in (parser.epilog or "").splitlines():
+        assert " ".join(line.split()) in " ".join(shown.split())  # nothing is lost
+
+
+def test_an_example_of_two_lines_is_one_command_of_a_shell(capsys):
+    with pytest.raises(SystemExit):
+        main(["sft", "--help"])
+    assert "--num_processes 16 \\\n    --num_machines 2 " in capsys.readouterr().out

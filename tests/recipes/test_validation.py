@@ -1049,3 +1049,12 @@ def test_code_from_the_hub_is_noted():
         "trust_remote_code is on", "attn_implementation 'user/kernel' is code from the hub", "use_kernels is on",
     ]  # fmt: skip
     assert said(check(GOOD + "attn_implementation: sdpa\n"), "note") == []
+
+
+def test_a_copy_into_a_folder_that_does_not_exist_names_the_command(capsys):
+    assert main(["copy", "slurm", "new folder/"]) == 2
+    assert "there is no folder new folder. Run: mkdir -p 'new folder'" in capsys.readouterr().err
+    assert os.listdir() == []
+    os.mkdir("new folder")
+    assert main(["copy", "slurm", "new folder/"]) == 0
+    assert os.listdir("new folder") == ["slurm.sbatch"]
