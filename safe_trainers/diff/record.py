@@ -112,6 +112,7 @@ def record(target: Any, path: str | Path, steps: int | Sequence[int] = 1) -> Ite
 
     Raises:
         TypeError: If `target` is neither a trainer nor a model.
+        ValueError: If `steps` contains no step, or a number below 1.
     """
     folder = Path(path)
     if isinstance(target, nn.Module):
@@ -126,7 +127,9 @@ def record(target: Any, path: str | Path, steps: int | Sequence[int] = 1) -> Ite
         return
     if not hasattr(target, "add_callback"):
         raise TypeError(f"record takes a trainer or a model, got {type(target).__name__}")
-    chosen = range(1, steps + 1) if isinstance(steps, int) else steps
+    chosen = range(1, steps + 1) if isinstance(steps, int) else sorted(steps)
+    if not chosen or chosen[0] < 1:
+        raise ValueError(f"steps must be an integer or a list of integers of at least 1, got {steps!r}")
     writer = StepWriter(target.model, folder, chosen, _warn, target.args, target.args.process_index)
     callback = _callback(target, writer)
     target.add_callback(callback)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from ..core.errors import RecipeError
 from ..core.feature import Feature, Run
+from ..core.trl import ROLLOUT_METHOD
 from ..numerics.overflow_fix import computing_in_float32
 from ..numerics.overflow_probe import OverflowProbe
 from ..rollout.correction import OLD_KEYS, sampled_mask
@@ -129,8 +131,15 @@ def measured(trainer_class: type) -> type:
 
     Args:
         trainer_class: A safe trainer with rollouts.
+
+    Raises:
+        RecipeError: If the class is another one.
     """
     bases: Any = trainer_class
+    of_trl = (base for base in getattr(bases, "__mro__", ()) if not base.__module__.startswith("safe_trainers."))
+    if not (hasattr(bases, "features") and any(ROLLOUT_METHOD in vars(base) for base in of_trl)):
+        name = getattr(bases, "__name__", repr(bases))
+        raise RecipeError(f"{name} is not a safe trainer with rollouts. Write: measured(SafeGRPOTrainer)(...)")
 
     class Measured(bases):
         # The overflow probe ends or repeats a pass that overflows, which is a result here.
@@ -141,6 +150,15 @@ def measured(trainer_class: type) -> type:
 
     Measured.__name__ = Measured.__qualname__ = trainer_class.__name__
     return Measured
+
+
+def check_measured(trainer: Any) -> None:
+    """Raises `RecipeError` if a trainer is not an instance of a class that `measured` has made."""
+    if RolloutProbe not in getattr(type(trainer), "features", ()):
+        raise RecipeError(
+            f"the function returned an instance of {type(trainer).__name__}, which cannot be measured. Write: "
+            "return measured(SafeGRPOTrainer)(...)"
+        )
 
 
 class Bench:

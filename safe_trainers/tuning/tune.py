@@ -20,7 +20,7 @@ from .figures import NOT_COMPUTED, Figures
 from .gradients import Gradients, check_gradients
 from .groups import divide, extra_bytes, find_groups, head_name, layer_names, shortest_patterns
 from .identity import identity_of
-from .measure import Bench, Tokens, batches_of, measured
+from .measure import Bench, Tokens, batches_of, check_measured, measured
 from .result import Candidate, Tuning, lines_of
 from .search import NOTHING, Goal, Modules, OutOfTimeError, Search, within
 from .store import Store
@@ -156,6 +156,7 @@ class _Tuner:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PrecisionWarning)  # the run itself gives them
                 trainer = self._build(precision, measured)
+                check_measured(trainer)
         except SafeTrainersError as error:
             if not self._outcomes and precision == self._plan.precisions[-1]:
                 raise

@@ -198,6 +198,7 @@ def test_a_dry_run_builds_everything_trains_nothing_and_leaves_nothing(recipe, c
     report = json.loads(capsys.readouterr().out)
     assert report["facts"]["phase"] == "planned"
     assert report["facts"]["compute"] == "bfloat16"
+    assert report["facts"]["optimizer"] == "adamw_torch_fused"
     assert sorted(tmp_path.rglob("*")) == before
     assert main([*recipe, "--dry-run"]) in (0, 1)
     assert "precision report" in capsys.readouterr().out

@@ -454,6 +454,12 @@ def test_steps_that_a_run_does_not_reach_are_a_warning_and_leave_no_old_ones(tmp
     assert not list((tmp_path / storage.FOLDER).glob("step-*"))
 
 
+@pytest.mark.parametrize("steps", [0, -1, [], [0, 1]])
+def test_a_recording_of_no_step_is_refused(steps, tmp_path):
+    with pytest.raises(ValueError, match="of at least 1, got"), record(build(tmp_path), tmp_path / "r", steps=steps):
+        pass
+
+
 def test_a_large_number_of_steps_takes_no_memory(tmp_path):
     train(tmp_path, record_steps=10**12)
     assert len(list((tmp_path / storage.FOLDER).glob("step-*"))) == 2

@@ -9,6 +9,7 @@ from dataclasses import replace
 import cells
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from overflowing import overflowing
 from policing import reset_accelerate
@@ -514,6 +515,26 @@ def test_bad_input_is_one_error(recipe, arguments, message, capsys):
 def test_bad_arguments_of_the_function_are_one_error(arguments, message):
     with pytest.raises(RecipeError) as refused:
         safe_trainers.tune("tiny:text", **arguments)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda measured: measured(trl.GRPOTrainer),
+            "GRPOTrainer is not a safe trainer with rollouts. Write: measured",
+        ),
+        (
+            lambda measured: measured(safe_trainers.SafeSFTTrainer),
+            "SafeSFTTrainer is not a safe trainer with rollouts",
+        ),
+        (lambda measured: None, "returned an instance of NoneType, which cannot be measured. Write: return measured"),
+    ],
+)
+def test_a_function_that_builds_something_else_is_one_error(made, message):
+    with pytest.raises(RecipeError) as refused:
+        safe_trainers.tune(lambda precision, measured: made(measured), precisions=["bf16"])
     assert message in str(refused.value)
 
 
