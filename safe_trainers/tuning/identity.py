@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..core.versions import __version__
-from ..diff.settings import of_arguments
 
 
 _SEARCHED = ("bf16", "fp16", "precision", "fp32_modules")
@@ -28,8 +27,11 @@ def identity_of(
     """
     sums = [float(p.detach().flatten()[:64].double().sum()) for p in trainer.model.parameters()]
     config = getattr(trainer.model, "config", None)
+    folder = str(trainer.args.output_dir)
     settings = {
-        name: value for name, value in of_arguments(trainer.args).items() if name.partition(".")[0] not in _SEARCHED
+        name: json.loads(json.dumps(value, default=_name_of))
+        for name, value in trainer.args.to_dict().items()
+        if name not in _SEARCHED and folder not in str(value)  # a search has a folder of its own
     }
     return {
         "target": target,
@@ -52,5 +54,10 @@ def _hash_of(rows: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         prompt = row.get("prompt") if isinstance(row, Mapping) else None
-        digest.update(json.dumps(prompt, default=lambda value: type(value).__name__).encode())
+        digest.update(json.dumps(prompt, default=_name_of).encode())
     return digest.hexdigest()
+
+
+def _name_of(value: Any) -> str:
+    """What stands for a value that JSON does not have: an object of which only the class counts."""
+    return type(value).__name__
