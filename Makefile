@@ -13,7 +13,7 @@ GPU_RUN = $(if $(WHEELS),PYTHONPATH="$(GPU_SITE):$$PWD" $(PYTHON),$(BIN)/python)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-experts bench-sampler every-family evidence docs gpu-wheels gpu-evidence upstream compat house release-check clean bench-checks bench-curves
+.PHONY: help schema setup demo test lint format matrix slow distributed gpu vllm vllm-slow bench bench-all bench-check bench-matrix bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-not-finite bench-diff bench-tune bench-experts bench-sampler every-family evidence docs gpu-wheels gpu-evidence upstream compat house release-check clean bench-checks bench-curves bench-half-rl
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,7 +141,11 @@ bench-curves: $(VLLM)/.installed setup ## train under faults of precision with s
 	@$(VLLM)/bin/python benchmarks/curves.py
 	@$(BIN)/python tools/build_docs.py
 
-bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts evidence ## run all benchmarks and write their pages
+bench-half-rl: $(VLLM)/.installed setup ## train with vLLM in bf16, fp16 and fp32 at several degrees of mismatch: docs/fp16_rl.md (an hour)
+	@$(VLLM)/bin/python benchmarks/fp16_rl.py
+	@$(BIN)/python tools/build_docs.py
+
+bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts bench-half-rl evidence ## run all benchmarks and write their pages
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py

@@ -8,6 +8,7 @@ import cost_section
 import curves_page
 import diagrams
 import evidence_page
+import fp16_rl_page
 import fragments
 import metrics_page
 import mismatch_page
@@ -47,6 +48,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "evidence": evidence_page.page,
     "experts": experts_page,
     "families": families_page,
+    "fp16_rl": fp16_rl_page.page,
     "gpu": gpu_page,
     "growth": growth_page,
     "matrix": evidence_page.matrix_page,
@@ -68,6 +70,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "casts.svg": lambda file: _write(file, diagrams.casts()),
     "cost.svg": cost_section.draw,
     "curves.svg": curves_page.draw,
+    "fp16_rl.svg": fp16_rl_page.draw,
     "matrix.svg": evidence_page.draw,
     "metrics.svg": metrics_page.draw,
     "mismatch.svg": mismatch_page.draw,
