@@ -145,7 +145,7 @@ bench-half-rl: $(VLLM)/.installed setup ## train with vLLM in bf16, fp16 and fp3
 	@$(VLLM)/bin/python benchmarks/fp16_rl.py
 	@$(BIN)/python tools/build_docs.py
 
-bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts bench-half-rl evidence ## run all benchmarks and write their pages
+bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts evidence ## run all benchmarks that need no vLLM, and write their pages
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py
