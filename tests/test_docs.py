@@ -36,8 +36,8 @@ PAGES = [
 ]
 REFERENCE = {
     "api", "architecture", "bench_results", "bench_rules", "changelog", "cli", "config", "contributing", "cost_tables",
-    "curves", "engines", "errors", "experts", "families", "growth", "matrix", "metric_runs", "metrics", "mismatch",
-    "recipes", "refusals", "sampler", "tiny_task", "tune_results", "trainers", "upstream", "versions",
+    "curves", "engines", "errors", "experts", "families", "fp16_rl", "growth", "matrix", "metric_runs", "metrics",
+    "mismatch", "recipes", "refusals", "sampler", "tiny_task", "tune_results", "trainers", "upstream", "versions",
 }  # fmt: skip
 """Pages that are looked things up in; all others are read."""
 READ = [page for page in DOCS.glob("*.md") if page.stem not in REFERENCE]

@@ -207,12 +207,15 @@ def _answer(results: Results) -> list[str]:
         found: dict[str, list[str]] = {}
         for case in results.cases():
             ratio = statistics.fmean(early(row, "log_ratio") for row in results.runs(case, "bf16"))
-            higher = signs(results.runs(case, "fp16"), results.runs(case, "bf16"), of)
+            sides = [results.runs(case, precision) for precision in ("fp16", "bf16")]
+            higher = signs(*sides, of)
+            if higher in (f"0/{SEEDS}", f"{SEEDS}/{SEEDS}"):
+                higher += "; {:.3g}, {:.3g}".format(*(statistics.fmean(map(of, rows)) for rows in sides))
             found.setdefault(results.halves(case, of), []).append(f"{_title(case)} ({ratio:.2g}; {higher})")
         lines += [f"- {name}, **{each}**: {', '.join(cases)}" for each, cases in found.items()]
     return [
         "Verdicts, by importance weights and offset. In brackets: bf16's mean abs(S) in nats; seeds in which fp16 is",
-        "higher.",
+        "higher; if all or none, the means of fp16 and bf16.",
         "",
         *lines,
     ]
