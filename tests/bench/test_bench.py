@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 import trl
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -344,6 +345,19 @@ def test_a_trainer_that_is_broken_in_float32_could_not_be_checked(tmp_path):
     assert row.status == "could not run"
     assert "broken in every precision" in row.detail
     assert Bench("", "", {}, (Result("matrix", (row,)),)).exit_status == 1
+
+
+def test_a_family_whose_processor_cannot_be_loaded_is_not_measured(tmp_path, monkeypatch):
+    made = shop(SFT, tmp_path)
+    assert made.why_not_built("llava") == ""
+
+    def fails(*args, **kwargs):
+        raise ImportError("requires\ntorchvision")
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", fails)
+    row = cells.judged(made, Setup("llava", "fp32", "bf16"), None, "trains")
+    assert row.status == "not applicable"
+    assert row.detail.endswith("cannot build llava: ImportError: requires torchvision")
 
 
 def test_a_refusal_is_neither_a_crash_nor_a_fault(tmp_path):

@@ -261,6 +261,29 @@ def test_the_rest_of_a_budget_is_filled_with_parts_of_groups(goal, expected):
     assert model.size(expected) <= goal.max_bytes
 
 
+class Overlapping(Divisible):
+    """A model in which `mlp.c` removes what `mlp.a` removes, and more."""
+
+    def __init__(self, goal):
+        super().__init__(goal)
+        self.sources = {"a": (100, 1e-3), "mlp.a": (10, 0), "mlp.b": (50, 0), "mlp.c": (200, 0), "mlp.d": (500, 0)}
+        self.search.groups = self.groups = [self.groups[0], Group("mlp", frozenset(["mlp"]), 760)]
+
+    def measure(self, names):
+        inside = self.parts(names)
+        left = [1e-3] * ("a" not in inside) + [2e-3] * ("mlp.b" not in inside) + [5e-4] * ("mlp.c" not in inside)
+        left += [2e-3] * ("mlp.a" not in inside and "mlp.c" not in inside)
+        mean = math.sqrt(sum(noise**2 for noise in left) + 1e-16)
+        return Figures(mean, mean, mean, 1.0, 0.0, 100, 10, 0.0, 1.0)
+
+
+def test_a_part_that_a_later_one_replaces_is_removed():
+    model = Overlapping(Goal(max_bytes=360))
+    model.search.rules = []
+    model.search.run()
+    assert model.search.best() == {"a", "mlp.b", "mlp.c"}
+
+
 def test_groups_are_divided_for_budgets_only():
     model = Divisible(Goal(max_mismatch=1.1e-3))
     model.search.rules = []
