@@ -64,8 +64,8 @@ def measured() -> str:
     rounded = [row for row in compared if not not_rounding(row)]
     tokens = [row["plain"]["tokens"] for row in compared]
     lines = [
-        f"{len(compared)} models. Tiny families have four text layers (Gemma 4 has two); the byte model, where it is",
-        "listed, has eight, and was trained on source code. The bytes of each rule are a budget, and both sets",
+        f"{len(compared)} models. Tiny families have four text layers (Gemma 4 has two); the byte model",
+        "has eight, and was trained on source code. The bytes of each rule are a budget, and both sets",
         f"are measured on {min(tokens):,} to {max(tokens):,} tokens, of prompts that the search has not seen.",
         "*Equal*: the search chose the set of the rule, or the mismatches differ by at most 2 %, or both are at the",
         "level of float32.",
@@ -99,7 +99,6 @@ def measured() -> str:
         "",
         "The lines of a search without a budget were pasted into a run. The mismatch that the run logged is within",
         f"10 % of the promise in {near} of {len(off)} models, and within 10 % or two standard errors in {inside}.",
-        "Where few tokens cause the mismatch, promise and run are inexact.",
         f"A search took {min(cpu):.0f} to {max(cpu):.0f} s of CPU time.",
         "[Each model](tune_results.md).",
         "",
