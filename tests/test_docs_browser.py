@@ -170,7 +170,7 @@ def leads_to(link, expected):
         ("T4", "hardware.html"),
         ("A100", "hardware.html"),
         ("V100", "hardware.html"),
-        ("NaN", "troubleshooting.html"),
+        ("NaN", "nan.html"),
         ("QLoRA", "lora.html"),
         ("vLLM", "vllm.html"),
         ("FSDP2", "distributed.html"),

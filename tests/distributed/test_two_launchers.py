@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from importlib import metadata
 from pathlib import Path
@@ -226,7 +225,10 @@ exec bash slurm.sbatch sft --config recipe.yaml
 def test_the_packaged_script_with_stand_ins_for_slurm_trains_as_one_launcher(start, ddp, tmp_path):
     for name in "01":
         assert start(["true"], tmp_path / name).wait() == 0  # writes the recipe
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    command = tmp_path / "safe-trainers"  # the environment of DeepSpeed has the package, and not its command
+    command.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m safe_trainers.cli \"$@\"\n")
+    command.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     job = start(
         ["bash", "-c", STAND_INS], tmp_path / "job", SLURM_NNODES="2", SLURM_JOB_NODELIST="node[0-1]", ENGINE="ddp",
         PROCESSES_PER_MACHINE="1", MAIN_PORT=str(free_port()), PATH=path,
