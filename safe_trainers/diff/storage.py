@@ -152,7 +152,7 @@ def settings_of(folder: Path, model: Mapping[str, Any]) -> dict[str, dict[str, A
         model: The description of the model now.
 
     Returns:
-        The settings by module; `None` if there is no such file, or it describes another model or environment.
+        The settings by module, or `None` if the file is missing or describes another model or environment.
     """
     try:
         known = read_json(folder / MODEL)
