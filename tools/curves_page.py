@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from results import Row, read_rows
+from results import Row, Rows
 
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "curves.jsonl"
@@ -103,16 +103,11 @@ def verdict(stock: Sequence[Row], safe: Sequence[Row], of: Any = final) -> str:
     return IDENTICAL if identical(stock, safe) else compared([of(row) for row in stock], [of(row) for row in safe])
 
 
-class Results:
-    """The committed runs.
-
-    Attributes:
-        heading: What is the same for all runs.
-        rows: The runs.
-    """
+class Results(Rows):
+    """The committed runs."""
 
     def __init__(self, file: Path = RESULT) -> None:
-        self.heading, self.rows = read_rows(file)
+        super().__init__(file)
 
     def runs(self, name: str, side: str) -> list[Row]:
         """Returns the runs of a curve and a side, by seed."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from results import Row, read_rows
+from results import Row, Rows
 
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "fp16_rl.jsonl"
@@ -68,16 +68,11 @@ def verdict(first: Sequence[Row], second: Sequence[Row], of: Of) -> str:
     return f"{second[0]['precision']} higher" if min(other) > max(one) else SAME
 
 
-class Results:
-    """The committed runs.
-
-    Attributes:
-        heading: What is the same for all runs.
-        rows: The runs.
-    """
+class Results(Rows):
+    """The committed runs."""
 
     def __init__(self, file: Path = RESULT) -> None:
-        self.heading, self.rows = read_rows(file)
+        super().__init__(file)
 
     def runs(self, case: Case, precision: str) -> list[Row]:
         """Returns the runs of a case in a precision, by seed. Those in fp32 belong to every correction."""

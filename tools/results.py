@@ -18,6 +18,18 @@ def read_rows(file: Path) -> tuple[Row, list[Row]]:
     return heading, rows
 
 
+class Rows:
+    """The committed runs of a benchmark.
+
+    Attributes:
+        heading: What is the same for all runs.
+        rows: The runs.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.heading, self.rows = read_rows(file)
+
+
 def versions_of(heading: Row) -> str:
     """Returns the versions in a heading, for a sentence."""
     return ", ".join(f"{package} {number}" for package, number in heading["versions"].items())
