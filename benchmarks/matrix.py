@@ -2,7 +2,7 @@
 
     python benchmarks/matrix.py            # the axes covered pairwise; 5 to 20 minutes on 2 cores
     python benchmarks/matrix.py --slice    # three minutes
-    python benchmarks/matrix.py --all      # every cell; an hour
+    python benchmarks/matrix.py --all      # every cell; an hour; `results/matrix_all.json` gets the counts by family
 
 Each cell runs both trainers in one process. Each result is written as a line when its cell is done. Cells with a
 result are not run again, unless a version has changed. `tools/build_docs.py` writes `docs/evidence.md` from the
@@ -18,6 +18,7 @@ import platform
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -33,6 +34,8 @@ from rich.table import Table
 
 
 RESULT = Path(__file__).parent / "results" / "matrix.jsonl"
+EVERY = RESULT.with_name("matrix_all.jsonl")
+"""The rows of all cells, which are not committed; their counts are in the file with the suffix `.json`."""
 PACKAGES = ("safe-trainers", "torch", "trl", "transformers", "peft", "bitsandbytes")
 OUTCOMES = ("trained", "refused", "crashed", "wrong")
 
@@ -203,6 +206,28 @@ def _run(cells: Sequence[Any], jobs: int) -> Iterable[dict[str, Any]]:
                 jobs = 1
 
 
+def counted(rows: Sequence[dict[str, Any]], heading: dict[str, Any]) -> dict[str, Any]:
+    """Counts outcomes by family.
+
+    Args:
+        rows: The rows of all cells.
+        heading: The heading of their file.
+
+    Returns:
+        The heading; by family, the number of cells and for each trainer of each outcome; by message id, the number of
+        refusals; and the unacceptable results.
+    """
+    families: dict[str, Any] = {}
+    for row in rows:
+        found = families.setdefault(row["family"], {"cells": 0, "stock": Counter(), "safe": Counter()})
+        found["cells"] += 1
+        for side in ("stock", "safe"):
+            found[side][row[side]["outcome"]] += 1
+    refusals = Counter(found for row in rows for found in row["safe"].get("ids", []))
+    command = {"command": "python benchmarks/matrix.py --all"}
+    return {**heading, **command, "families": families, "refusals": refusals, "problems": bad(rows)}
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> Table:
     """Returns a table of the number of cells by outcome."""
     table = Table("trainer", *OUTCOMES)
@@ -244,7 +269,7 @@ def main() -> int:
     parser.add_argument("--families", help="run only these families, separated by commas")
     parser.add_argument("--cell", help="run one cell by its id; prints the result and does not write it")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="the file of the rows")
     options = parser.parse_args()
     cells = every_cell(options.families.split(",") if options.families else None)
     if options.cell:
@@ -252,7 +277,11 @@ def main() -> int:
         return 0
     cells = cells if options.all else the_slice() if options.slice else pairwise(cells)
     started = time.perf_counter()
-    rows = measure(cells, options.out, options.jobs)
+    out = options.out or (EVERY if options.all else RESULT)
+    rows = measure(cells, out, options.jobs)
+    if options.all:
+        content = json.dumps(counted(rows, read(out)[0]), indent=1)
+        out.with_suffix(".json").write_text(content + "\n", encoding="utf-8")
     Console().print(summary(rows))
     problems = bad(rows)
     print(*problems, sep="\n")

@@ -252,6 +252,7 @@ def matrix_page() -> str:
     unable = [(name, spec) for name, spec in _specs().items() if spec.not_in_stock]
     lines += [
         "",
+        *_every_cell(),
         *expected.section(rows),
         "",
         *not_finite_section.section(),
@@ -264,15 +265,44 @@ def matrix_page() -> str:
         "Nothing on this page was measured on CUDA or other devices, with vLLM (a stand-in receives the weights), "
         "or with",
         "models of more than about ten million parameters. The matrix does not contain several processes",
-        "([engines](engines.md)), other versions ([versions](versions.md)), and combinations beyond the pairwise "
-        "selection",
-        "(`python benchmarks/matrix.py --all`). Processors that need torchvision are replaced as listed in",
+        "([engines](engines.md)) and other versions ([versions](versions.md)). Processors that need torchvision are "
+        "replaced as listed in",
         "`benchmarks/families/specs.py`.",
         "",
-        f"*Made from `benchmarks/results/matrix.jsonl` and `not_finite.jsonl` by `make docs`. `{heading['command']}`;",
+        "*Made from `benchmarks/results/matrix.jsonl`, `matrix_all.json` and `not_finite.jsonl` by `make docs`. "
+        f"`{heading['command']}`;",
         f"{versions_of(heading)}; {heading['machine']}.*",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _every_cell() -> list[str]:
+    """The section with the counts of all combinations, by family."""
+    found = fragments.results("matrix_all")
+    sides = [(side, outcome) for side in SIDES for outcome in COLOURS]
+    total: dict[tuple[str, str], int] = Counter()
+    table = []
+    for family, counts in found["families"].items():
+        cells = {(side, outcome): counts[side].get(outcome, 0) for side, outcome in sides}
+        total.update(cells)
+        table.append(f"| {family} | {counts['cells']} | " + " | ".join(str(cells[key]) for key in sides) + " |")
+    combinations = sum(counts["cells"] for counts in found["families"].values())
+    refusals = ", ".join(f"[`{name}`](refusals.md#{name}) {count}" for name, count in found["refusals"].items())
+    return [
+        "## Every combination",
+        "",
+        f"The tables above are of a selection that has every pair of values. All {combinations:,} combinations were "
+        "run once as well:",
+        "",
+        "| family | combinations | " + " | ".join(f"{side}: {outcome}" for side, outcome in sides) + " |",
+        "|---|" + "---:|" * (len(sides) + 1),
+        *table,
+        f"| all | {combinations:,} | " + " | ".join(f"{total[key]:,}" for key in sides) + " |",
+        "",
+        f"*Wrong* is a run that trains something else, silently. Refusals of the safe trainers by reason: {refusals}.",
+        *(f"- not right: {problem}" for problem in found["problems"]),
+        "",
+    ]
 
 
 def _some(names: list[str]) -> str:

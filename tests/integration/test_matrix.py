@@ -119,3 +119,27 @@ def test_it_goes_on_where_it_was_stopped(matrix, tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "versions", lambda: {"trl": "0.0"})
     matrix.measure(cells[:1], tmp_path / "m.jsonl", 1)
     assert len(asked) == 5
+
+
+def test_every_cell_is_counted_by_family(matrix):
+    def row(family, stock, safe, **more):
+        return {
+            "id": f"{family}-{stock}",
+            "family": family,
+            "stock": {"outcome": stock},
+            "safe": {"outcome": safe, **more},
+        }
+
+    rows = [
+        row("aria", "crashed", "trained"),
+        row("aria", "trained", "wrong", faults=["adapters rounded"]),
+        row("text", "crashed", "refused", ids=["mixed-weights-cannot-meet"]) | {"followed": {"outcome": "trained"}},
+    ]
+    found = json.loads(json.dumps(matrix.counted(rows, {"machine": "a machine"})))
+    assert found["machine"] == "a machine"
+    assert found["families"] == {
+        "aria": {"cells": 2, "stock": {"crashed": 1, "trained": 1}, "safe": {"trained": 1, "wrong": 1}},
+        "text": {"cells": 1, "stock": {"crashed": 1}, "safe": {"refused": 1}},
+    }
+    assert found["refusals"] == {"mixed-weights-cannot-meet": 1}
+    assert found["problems"] == ["aria-trained: safe wrong: adapters rounded "]
