@@ -145,7 +145,13 @@ bench-half-rl: $(VLLM)/.installed setup ## train with vLLM in bf16, fp16 and fp3
 	@$(VLLM)/bin/python benchmarks/fp16_rl.py
 	@$(BIN)/python tools/build_docs.py
 
-bench-all: bench-matrix bench bench-mismatch bench-metrics bench-tiny bench-growth bench-trainers bench-checks bench-not-finite bench-diff bench-tune bench-experts evidence ## run all benchmarks that need no vLLM, and write their pages
+# The longest first, for `make --jobs 2 bench-all`.
+BENCHMARKS := bench bench-experts bench-tune bench-checks bench-tiny bench-matrix bench-mismatch bench-not-finite \
+	bench-growth bench-metrics bench-diff bench-trainers
+
+bench-all: $(BENCHMARKS) ## run all benchmarks that need no vLLM, and write their pages (4 hours of one core)
+	@$(BIN)/python tools/build_docs.py
+	@$(BIN)/python benchmarks/provenance.py
 
 every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
 	@$(BIN)/python benchmarks/every_family.py

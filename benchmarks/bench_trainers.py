@@ -9,7 +9,6 @@ Results of other releases of TRL stay in the file.
 import argparse
 import json
 import os
-import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "bench.json"
 sys.path.insert(0, str(ROOT))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+
+from provenance import measured_with, package_state
 
 from safe_trainers.bench.outcome import WRONG
 from safe_trainers.bench.run import bench_trainer
@@ -47,18 +48,20 @@ def main() -> None:
         found = measured.to_dict()
         print(name, found["exit_status"], found["seconds"], flush=True)
         runs = json.loads(RESULT.read_text(encoding="utf-8"))["runs"] if RESULT.exists() else []
-        before = [run for run in runs if (run["trainer"], run["versions"]["trl"]) == (name, version("trl"))]
-        if options.checks and before:
+        earlier = [run for run in runs if (run["trainer"], run["versions"]["trl"]) == (name, version("trl"))]
+        if options.checks and earlier:
             again = {check["check"]: check for check in found["checks"]}
-            found["checks"] = [again.get(check["check"], check) for check in before[0]["checks"]]
+            found["checks"] = [again.get(check["check"], check) for check in earlier[0]["checks"]]
             found["seconds"] = round(sum(check["seconds"] for check in found["checks"]), 1)
             found["exit_status"] = int(any(check["status"] in WRONG for check in found["checks"]))
-        runs = [run for run in runs if run not in before]
-        content = {
-            "command": "python benchmarks/bench_trainers.py",
-            "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU",
-            "runs": [*runs, found],
-        }
+        runs = [run for run in runs if run not in earlier]
+        now = package_state()
+        runs.append(found | {"package": now})
+        states = {run.get("package") for run in runs if run["versions"]["trl"] == version("trl")}
+        heading = measured_with(
+            "python benchmarks/bench_trainers.py", before={"package": now if states == {now} else None}
+        )
+        content = {**heading, "runs": runs}
         RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

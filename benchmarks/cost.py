@@ -13,14 +13,12 @@ device.
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ EXACT = ("peak", "media", "moved", "drift")
 """Quantities that are counted and not timed, so that one measurement is exact."""
 
 from cost_runs import Point, construct, counted, profiled, timed
+from provenance import measured_with
 
 
 # ---- What is measured ----
@@ -351,9 +350,7 @@ def main() -> int:
         print(*problems, f"{len(list(leaves(now)))} figures, {len(problems)} outside their range", sep="\n")
         return bool(problems)
     content = {
-        "command": "python benchmarks/cost.py",
-        "versions": {package: version(package) for package in PACKAGES},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **measured_with("python benchmarks/cost.py", *PACKAGES, before=committed if options.only else None),
         "minutes": {**committed.get("minutes", {}), **minutes},
         "sections": {name: now.get(name) or committed["sections"].get(name) for name in SECTIONS},
     }

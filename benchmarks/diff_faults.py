@@ -34,6 +34,7 @@ from cells import Cell
 from peft import LoraConfig
 from planted_faults import CLEAN, FAULTS, HELD_OUT, Fault, collated
 from policing import reset_accelerate
+from provenance import measured_with
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from safe_trainers.diff.compare import Comparison, compare_recordings, compare_rollout
@@ -206,7 +207,7 @@ def main() -> None:
             print(row)
             assert row["largest_bytes"] <= MOST_BYTES
     content = {
-        "versions": {"torch": torch.__version__},
+        **measured_with("python benchmarks/diff_faults.py", "torch", "trl", "transformers"),
         "faults": rows,
         "held_out": held_out,
         "clean": clean,

@@ -14,7 +14,6 @@ import io
 import json
 import multiprocessing
 import os
-import platform
 import re
 import resource
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import quiet  # noqa: F401  (sets the environment)
+from provenance import measured_with
 
 
 RESULT = Path(__file__).parent / "results" / "every_family.jsonl"
@@ -376,9 +376,7 @@ def main() -> int:
     else:
         names = [name for name in families() if not complete(known.get(name))]
     heading = {
-        "command": "python benchmarks/every_family.py",
-        "versions": versions(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **measured_with("python benchmarks/every_family.py", *PACKAGES, before=heading or None),
     }
     for name in names:
         known[name] = run_family(name, known.get(name))

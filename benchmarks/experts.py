@@ -10,14 +10,12 @@ import argparse
 import copy
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import torch
 from accelerate.state import AcceleratorState
 from expert_models import FAMILIES, IMAGES, build, learn, processor
 from mismatch import source
+from provenance import measured_with
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
@@ -40,6 +39,7 @@ from safe_trainers.experts.routes import ExpertRoutes
 from safe_trainers.testing import fp16_on_cpu
 
 
+PARTS = ("families", "curves", "cost")
 RESULT = Path(__file__).parent / "results" / "experts.json"
 TRAINING = 120
 ROWS, TOKENS, PROMPT = 16, 64, 16
@@ -199,13 +199,15 @@ def cost(steps: int, pairs: int) -> dict[str, Any]:
 def main() -> None:
     """Measures, and writes the results of the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["families", "curves", "cost"])
+    parser.add_argument("parts", nargs="*", default=PARTS)
     parser.add_argument("--family", nargs="*", default=FAMILIES)
     parser.add_argument("--training", type=int, default=TRAINING)
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     datasets.disable_progress_bars()
     started = time.perf_counter()
+    if set(options.parts) == set(PARTS) and set(options.family) == set(FAMILIES):
+        RESULT.unlink(missing_ok=True)
     for part in options.parts:
         if part == "families":
             for rows in families(tuple(options.family), options.training):
@@ -224,10 +226,9 @@ def read() -> dict[str, Any]:
 
 def write(part: str, measured: Any) -> None:
     """Replaces the results of a part."""
-    content = read() | {
-        "command": "make bench-experts",
-        "versions": {name: version(name) for name in ("torch", "trl", "transformers")},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+    before = read()
+    content = before | {
+        **measured_with("make bench-experts", "torch", "trl", "transformers", before=before or None),
         "training": TRAINING,
         "sequences": ROWS,
         "tokens": TOKENS,

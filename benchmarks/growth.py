@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import resource
 import statistics
 import sys
@@ -39,9 +38,9 @@ import datasets
 import numpy as np
 import torch
 import transformers
-import trl
 from live_bytes import LiveBytes
 from peft import LoraConfig, get_peft_model
+from provenance import measured_with
 from rich.console import Console
 from rich.table import Table
 
@@ -282,9 +281,7 @@ def main() -> None:
     datasets.disable_progress_bars()
     started = time.process_time()
     content = {
-        "command": " ".join(["python benchmarks/growth.py", *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__, "trl": trl.__version__, "transformers": transformers.__version__},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **measured_with(" ".join(["python benchmarks/growth.py", *sys.argv[1:]]), "torch", "trl", "transformers"),
         "repetitions": options.repetitions,
         "tensors": measure_tensors(options.tensors, options.repetitions),
         "images": in_a_new_process(measure_images, options.images, options.repetitions),

@@ -13,8 +13,6 @@ import argparse
 import functools
 import itertools
 import json
-import os
-import platform
 import random
 import sys
 import time
@@ -23,12 +21,12 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, fields
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import quiet  # noqa: F401  (sets the environment)
+from provenance import measured_with
 from rich.console import Console
 from rich.table import Table
 
@@ -118,11 +116,6 @@ def run_both(cell: Any) -> dict[str, Any]:
     return row
 
 
-def versions() -> dict[str, str]:
-    """The versions of the packages that results depend on."""
-    return {package: version(package) for package in PACKAGES}
-
-
 @functools.cache
 def why_absent(family: str) -> str | None:
     """Why the installed transformers cannot build or load a family; `None` if it can."""
@@ -154,19 +147,18 @@ def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]
 
     Args:
         cells: The cells.
-        file: The results file, which is read and extended.
+        file: The results file, which is read and extended if it is of the same package and versions.
         jobs: Number of processes.
 
     Returns:
         A row for each cell.
     """
     heading, rows = read(file)
-    if heading.get("versions") != versions():
+    now = measured_with("python benchmarks/matrix.py", *PACKAGES)
+    if {key: heading.get(key) for key in now} != now:
         rows = []
     heading = {
-        "command": "python benchmarks/matrix.py",
-        "versions": versions(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **now,
         **({"absent": absent} if (absent := absent_families()) else {}),
     }
     found = {row["id"]: row for row in rows}

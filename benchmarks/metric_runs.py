@@ -13,12 +13,10 @@ import argparse
 import json
 import math
 import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ import torch
 from accelerate.state import AcceleratorState
 from mismatch import PROMPT, build, learn, prompts
 from peft import LoraConfig
+from provenance import measured_with
 from transformers import ByT5Tokenizer, LlamaForCausalLM, PrinterCallback, TrainerCallback
 
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
@@ -267,9 +266,7 @@ def main() -> None:
     if options.only:
         return
     written = {
-        "command": "python benchmarks/metric_runs.py",
-        "versions": {name: version(name) for name in ("torch", "trl", "transformers", "peft")},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **measured_with("python benchmarks/metric_runs.py", "torch", "trl", "transformers", "peft"),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "model": f"{sum(p.numel() for p in model.parameters()):,} parameters, {loss:.2f} nats per byte",
         "steps": STEPS,

@@ -19,7 +19,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from peft import LoraConfig
+from provenance import measured_with
 from rich.console import Console
 from rich.table import Table
 from transformers import (
@@ -310,7 +310,9 @@ def main() -> None:
     options = parser.parse_args()
     datasets.disable_progress_bars()
     if options.cost_only:
-        content = json.loads(RESULT.read_text()) | {"cost": costs(options.cost_repetitions, options.cost_steps)}
+        content = json.loads(RESULT.read_text())
+        content |= measured_with(content["command"], *content["versions"], before=content)
+        content["cost"] = costs(options.cost_repetitions, options.cost_steps)
         RESULT.write_text(json.dumps(content, indent=1) + "\n")
         print(content["cost"])
         return
@@ -323,10 +325,9 @@ def main() -> None:
         table.add_row(row["sampler"], row["trainer"], str(row["length"]), f"{row['logp_mismatch_mean']:.2e}",
                       f"{row['logp_mismatch_max']:.2e}", f"{row['logp_mismatch_k3']:.1e}",
                       f"{row['seq_logratio_abs_mean']:.3f}", f"{row['seq_ess']:.3f}")  # fmt: skip
+    command = f"python benchmarks/mismatch.py --rows {options.rows} --steps {options.steps}"
     content = {
-        "command": f"python benchmarks/mismatch.py --rows {options.rows} --steps {options.steps}",
-        "versions": {name: version(name) for name in ("torch", "trl", "transformers")},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **measured_with(command, "torch", "trl", "transformers"),
         "sequences": options.rows,
         "training": {"steps": options.steps, "loss": round(loss, 2), "text": f"Python {platform.python_version()}"},
         "seconds": round(time.perf_counter() - started),

@@ -274,9 +274,10 @@ def main() -> int:
         table.add_row(side, *(str(counts[outcome]) for outcome in OUTCOMES))
     Console().print(table)
     if not options.slice:
-        from matrix import versions
+        from matrix import PACKAGES
+        from provenance import measured_with
 
-        lines = [json.dumps({"command": "python benchmarks/not_finite.py", "versions": versions()})]
+        lines = [json.dumps(measured_with("python benchmarks/not_finite.py", *PACKAGES))]
         lines += [
             json.dumps({**row, "stock": row["stock"]["outcome"], "safe": row["safe"]["outcome"]}) for row in rows
         ]

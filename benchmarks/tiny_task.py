@@ -7,15 +7,14 @@ images. `make bench-tiny` writes `benchmarks/results/tiny_task.json` and
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
+
+from provenance import measured_with
 
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +97,7 @@ def page(content: dict) -> str:
     means = ", ".join(
         f"{precision} {fmean(r['after'] for r in content['runs'][name]):.3f}" for precision, name in PRECISIONS.items()
     )
+    versions = ", ".join(f"{package} {number}" for package, number in content["versions"].items())
     return "\n".join(
         [
             "# Does it still learn? The embedded task",
@@ -121,7 +121,7 @@ def page(content: dict) -> str:
             "Rejected answers of DPO, and wrong answers of KTO, name another colour than the image has. The teacher",
             "of distillation has the architecture of the student, and is warmed up on right answers.",
             "",
-            f"*Made from `benchmarks/results/tiny_task.json`, which `make bench-tiny` writes; {content['versions']}; "
+            f"*Made from `benchmarks/results/tiny_task.json`, which `make bench-tiny` writes; {versions}; "
             f"{content['machine']}.*",
             "",
         ]
@@ -137,20 +137,17 @@ def main() -> None:
     )
     options = parser.parse_args()
     if not options.page_only:
-        before = json.loads(RESULT.read_text())["runs"] if options.only else {}
+        before = json.loads(RESULT.read_text()) if options.only else {}
         runs: dict[str, list[dict[str, float]]] = {}
         for name, (command, recipe, overrides, seeds) in RUNS.items():
             if options.only and name not in options.only:
-                runs[name] = before[name]
+                runs[name] = before["runs"][name]
                 continue
             runs[name] = [run(command, recipe, overrides, seed) for seed in seeds]
             print(name, runs[name], flush=True)
         packages = ("torch", "trl", "transformers", "peft")
-        content = {
-            "versions": ", ".join(f"{package} {version(package)}" for package in packages),
-            "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU",
-            "runs": runs,
-        }
+        heading = measured_with("python benchmarks/tiny_task.py", *packages, before=before if options.only else None)
+        content = {**heading, "runs": runs}
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     PAGE.write_text(page(json.loads(RESULT.read_text())))

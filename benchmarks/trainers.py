@@ -1,11 +1,10 @@
 """Trains each trainer of TRL for two steps, and writes what is covered: `make bench-trainers`, `docs/trainers.md`."""
 
 import json
-import os
-import platform
 import sys
-from importlib.metadata import version
 from pathlib import Path
+
+from provenance import measured_with
 
 
 ROOT = Path(__file__).parent.parent
@@ -21,12 +20,7 @@ def main() -> None:
     for name in trainer_table.NAMES:
         rows.append(trainer_table.measure(name))
         print(rows[-1], flush=True)
-    packages = ("torch", "trl", "transformers", "peft")
-    content = {
-        "versions": ", ".join(f"{package} {version(package)}" for package in packages),
-        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU",
-        "rows": rows,
-    }
+    content = {**measured_with("python benchmarks/trainers.py", "torch", "trl", "transformers", "peft"), "rows": rows}
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -10,13 +10,11 @@ import argparse
 import copy
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ import families
 import torch
 from mismatch import build as byte_model
 from mismatch import learn
+from provenance import measured_with
 from transformers import ByT5Tokenizer, PrinterCallback
 
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
@@ -59,8 +58,6 @@ LIMIT = 1200.0
 """Time limit of a search in seconds, for a machine that is shared; the results have the CPU time."""
 ALL_PRECISIONS = (BYTE, "text", "qwen2_vl")
 """Models that are searched in all precisions; the others in bfloat16, which takes a third of the time."""
-ROUNDS = 30
-"""Most rounds of the promise. The run into which the lines are pasted has as many steps as the promise had rounds."""
 LEAST_STEPS = 12
 UNSEEN = 4
 """Both sets are compared on this many times the sequences of the search, on prompts of their own."""
@@ -193,10 +190,13 @@ def compare(subject: Subject, folder: Path) -> dict[str, Any]:
 
 
 def promise(subject: Subject, folder: Path) -> dict[str, Any]:
-    """Searches over all precisions, pastes the lines into a run, and compares its metric with the promise."""
+    """Searches over all precisions, pastes the lines into a run, and compares its metric with the promise.
+
+    The run has as many steps as the promise had rounds.
+    """
     begun, cpu = time.perf_counter(), time.process_time()
     precisions = ("bf16", "fp16", "fp32") if subject.name in ALL_PRECISIONS else ("bf16",)
-    plan = Plan(subject.name, sequences=ROWS, rounds=ROUNDS, time_limit=LIMIT, precisions=precisions)
+    plan = Plan(subject.name, sequences=ROWS, time_limit=LIMIT, precisions=precisions)
     made = tune_trainer(lambda p, w: subject.build(p, w, precision_metrics=False), plan, Store(folder / "state.json"))
     wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     forget_precision()
@@ -246,7 +246,7 @@ def example() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures the families that have no result, and writes the results."""
+    """Measures the families that have no result of this package and these versions, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="families to measure, separated by commas, even if they have results")
     parser.add_argument("--budgets", action="store_true", help="measure the searches within a budget, keep promises")
@@ -255,16 +255,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
+    now = measured_with("python benchmarks/tune.py", *PACKAGES)
     known: dict[str, Any] = {}
     if options.output.is_file():
-        rows = map(json.loads, options.output.read_text(encoding="utf-8").splitlines()[1:])
-        known = {row["family"]: row for row in rows}
+        before, *rows = map(json.loads, options.output.read_text(encoding="utf-8").splitlines())
+        if options.only or options.budgets:
+            now = measured_with(now["command"], *PACKAGES, before=before)
+        if {key: before.get(key) for key in now} == now or options.only or options.budgets:
+            known = {row["family"]: row for row in rows}
     names = (*families.FAMILIES, BYTE)
     chosen = options.only.split(",") if options.only else [name for name in names if name not in known]
     heading = {
-        "command": "python benchmarks/tune.py",
-        "versions": {name: version(name) for name in PACKAGES},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **now,
         "rows": ROWS,
         "length": LENGTH,
         "models": list(names),

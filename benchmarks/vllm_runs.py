@@ -2,12 +2,12 @@
 
 import json
 import os
-import platform
 import sys
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from provenance import measured_with
 
 
 ROOT = Path(__file__).parent.parent
@@ -38,9 +38,7 @@ def write_results(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
         **more: Other entries.
     """
     content = {
-        "command": f"benchmarks/{name}.py",
-        "versions": {package: version(package) for package in PACKAGES},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        **measured_with(f"benchmarks/{name}.py", *PACKAGES),
         **more,
         "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
     }

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from results import versions_of
+
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "trainers.json"
 AREAS = {
@@ -86,7 +88,7 @@ def trainers_page() -> str:
         *(f"- `{row['class']}`: {row['missing']}." for row in others if "missing" in row),
         "",
         "*Made from `benchmarks/results/trainers.json`, which `make bench-trainers` writes, by `make docs`;",
-        f"{measured['versions']}; {measured['machine']}.*",
+        f"{versions_of(measured)}; {measured['machine']}.*",
         "",
     ]
     return "\n".join(lines)

@@ -114,11 +114,25 @@ def test_it_goes_on_where_it_was_stopped(matrix, tmp_path, monkeypatch):
     assert [row["id"] for row in rows] == [one.id for one in cells]
     assert sorted(asked) == sorted(one.id for one in cells)
     heading = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[0])
-    assert heading["versions"] == matrix.versions()
-    # Another version's results are not kept.
-    monkeypatch.setattr(matrix, "versions", lambda: {"trl": "0.0"})
-    matrix.measure(cells[:1], tmp_path / "m.jsonl", 1)
-    assert len(asked) == 5
+    assert heading["versions"]["trl"] == version("trl")
+
+
+@pytest.mark.parametrize("other", [{"versions": {"trl": "0.0"}}, {"package": "0123456789ab"}])
+def test_rows_of_other_versions_or_of_another_package_are_measured_again(matrix, tmp_path, monkeypatch, other):
+    cells, asked = matrix.every_cell(["text"])[:2], []
+
+    def run(todo, jobs):
+        asked.append(len(todo))
+        yield from ({"id": one.id, "stock": {"outcome": "trained"}, "safe": {"outcome": "trained"}} for one in todo)
+
+    monkeypatch.setattr(matrix, "_run", run)
+    file = tmp_path / "m.jsonl"
+    matrix.measure(cells, file, 1)
+    matrix.measure(cells, file, 1)
+    heading, *rows = file.read_text().splitlines()
+    file.write_text("\n".join([json.dumps(json.loads(heading) | other), *rows]) + "\n")
+    matrix.measure(cells, file, 1)
+    assert asked == [2, 0, 2]
 
 
 def test_every_cell_is_counted_by_family(matrix):
