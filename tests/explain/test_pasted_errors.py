@@ -57,8 +57,9 @@ def test_the_data_is_what_its_head_says():
         (7, 50, 26, 6),
         (8, 50, 29, 7),
         (9, 28, 14, 7),
+        (10, 60, 45, 9),
     ],
-    ids=["1", "2", "3", "4", "5", "6", "7", "8", "9"],
+    ids=["1", "2", "3", "4", "5", "6", "7", "8", "9", "10"],
 )
 def test_how_many_texts_were_answered_before_messages_were_written_from_them(number, texts, right, wrong):
     """The share of errors that the catalogue knows without having seen them; a later set is added here."""
