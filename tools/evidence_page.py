@@ -173,8 +173,9 @@ def page() -> str:
         "[limits](limits.md).",
         "Combinations that TRL cannot train in any precision are not included.",
         "",
-        f"*Made from `benchmarks/results/` by `make docs`; `make bench-all` measures again. `{heading['command']}`;",
-        f"{versions_of(heading)}; {heading['machine']}.*",
+        "*Made from `benchmarks/results/` by `make docs`; `make bench-all` measures again, and "
+        "`python benchmarks/provenance.py` prints which results are of the present package. "
+        f"`{heading['command']}`; {versions_of(heading)}; {heading['machine']}.*",
     ]
     return "\n".join(lines) + "\n"
 
