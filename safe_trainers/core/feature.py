@@ -99,6 +99,9 @@ class Feature:
     def on_train_end(self) -> None:
         """Called when `train` has ended without an error."""
 
+    def on_train_exit(self) -> None:
+        """Called before that, and also if `train` ends with an error or is interrupted."""
+
     def on_step_begin(self) -> None:
         """Called before the first micro-batch of an optimizer step, and before its rollout."""
 

@@ -37,7 +37,6 @@ class RunRecorder(Feature):
             return
         self._first = steps[0]
         folder = Path(args.output_dir, storage.FOLDER)
-        self.on_train_end()  # an earlier call of `train` may have ended in a step
         self._writer = StepWriter(self.run.model, folder, steps, self._ended, args, args.process_index)
 
     def on_step_begin(self) -> None:
@@ -82,7 +81,7 @@ class RunRecorder(Feature):
             self._writer.attempt(lambda recorder: recorder.updated())
             self._writer.end()
 
-    def on_train_end(self) -> None:
+    def on_train_exit(self) -> None:
         """Removes the hooks if the last step did not end."""
         if self._writer is not None:
             self._writer.recorder.stop()

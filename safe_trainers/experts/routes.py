@@ -260,10 +260,13 @@ class ExpertRoutes(Feature):
         if self._tape is not None:
             self._tape.follow(None)
 
-    def on_train_begin(self) -> None:
-        """Ends what an earlier call of `train` has left."""
-        self.own, self.gathered = {}, {}
+    def on_train_exit(self) -> None:
+        """Ends the backward pass in which an error occurred."""
         self.before_step()
+
+    def on_train_begin(self) -> None:
+        """Forgets what an earlier call of `train` has measured."""
+        self.own, self.gathered = {}, {}
         if not self.follows:
             self.rest("before_rollout", "around_rollout", "around_batch", "before_scoring", "around_scoring")
             self.rest("around_loss", "before_step")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from ..core.errors import warn
 from ..core.feature import Feature, Run
@@ -31,17 +32,18 @@ class FiniteWatch(Feature):
         return result
 
     def before_log(self, mode: str) -> None:
-        """Warns about log-probabilities that are not finite."""
+        """Warns about log-probabilities that are not finite on any rank."""
         finite, self._finite = self._finite, None
-        if finite is not None and not bool(finite):
+        if finite is not None and not bool(self.run.accelerator.gather(finite.unsqueeze(0)).all()):
             given = f"log-probabilities of completions up to step {self.run.step}"
             self.run.warn_once(warn("logps-not-finite", given))
 
     def on_train_end(self) -> None:
-        """Warns about trained weights that are not finite."""
+        """Warns about trained weights that are not finite on any rank, which has a part of them under FSDP."""
         self.before_log("train")
         trained = ((name, p) for name, p in self.run.model.named_parameters() if p.requires_grad)
-        names = [name for name, p in trained if not bool(local_shard(p.detach()).isfinite().all())]
+        own = [name for name, p in trained if not bool(local_shard(p.detach()).isfinite().all())]
+        names = sorted(set(gather_object(own))) if self.run.accelerator.num_processes > 1 else own
         if names:
             given = f"{len(names)} trained tensors, such as {names[0]}, at the end of the run"
             self.run.warn_once(warn("weights-not-finite", given))

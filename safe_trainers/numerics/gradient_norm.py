@@ -6,7 +6,7 @@ their norm. The norm that the trainer computes for clipping is checked here befo
 wait. For other optimizers the gradients are removed, and the optimizer then changes neither a weight nor its state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,9 +44,8 @@ class GradientNorm:
         if (scaler is not None and scaler.is_enabled()) or not self._accelerator._optimizers or self._has_engine():
             return
         if norm is None:  # the run does not clip, and this release of transformers computes no norm
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
-        norm = torch.as_tensor(norm)
-        unusable = ~(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).detach().isfinite()
+            norm = total_norm([p.grad for p in self._parameters() if p.grad is not None])
+        unusable = ~_whole(torch.as_tensor(norm)).detach().isfinite()
         optimizers = [wrapped.optimizer for wrapped in self._accelerator._optimizers]
         if self._deferred and all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers):
             for optimizer in optimizers:
@@ -87,6 +86,27 @@ class GradientNorm:
     def _parameters(self) -> list[torch.Tensor]:
         groups = (group for wrapped in self._accelerator._optimizers for group in wrapped.param_groups)
         return [parameter for group in groups for parameter in group["params"]]
+
+
+def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the Euclidean norm of gradients, which may be distributed over several meshes.
+
+    Args:
+        gradients: The gradients of all parameters, in an order that is the same on all ranks.
+
+    Returns:
+        The norm, (), on the device of the first gradient; 0 without gradients.
+    """
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [_whole(torch.nn.utils.get_total_norm(held)) for held in by_mesh.values()]
+    return torch.nn.utils.get_total_norm(norms)
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """Returns a norm that is distributed over ranks as a plain tensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _read_later(flag: torch.Tensor) -> Callable[[], bool]:

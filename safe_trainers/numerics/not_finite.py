@@ -79,7 +79,7 @@ class NotFinite(Feature):
         self._replay = Replay(self.run)
         self._training = self._replay.possible
 
-    def on_train_end(self) -> None:
+    def on_train_exit(self) -> None:
         """Forgets the last batch."""
         self._training = False
         self._replay = Replay(self.run)

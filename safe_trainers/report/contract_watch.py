@@ -44,7 +44,7 @@ class ContractWatch(Feature):
             for container in find_parts(self.run.model).containers
         ]
 
-    def on_train_end(self) -> None:
+    def on_train_exit(self) -> None:
         """Removes the hooks of the model, if no step was taken."""
         self._stop()
 

@@ -203,6 +203,7 @@ class PrecisionMixin(ExactCheckpoints):
             result = super().train(chosen, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
         finally:
             self._trainer_state.forget()
+            self._run.tell("on_train_exit")
         self._run.tell("on_train_end")
         return result
 
