@@ -30,6 +30,13 @@ def test_a_pasted_text_gets_its_entry_or_none(row):
         assert explain(row["text"]).explained == entries()[row["id"]].explains
 
 
+@pytest.mark.parametrize("row", [row for row in PASTED if "case" in row], ids=name)
+def test_the_text_chooses_the_case_of_its_entry(row):
+    found = explain(row["text"]).found[0]
+    (case,) = [case for case in entries()[row["id"]].cases if row["case"] in case.evidence]
+    assert (found.cause, found.fix) == (case.cause, case.fix)
+
+
 @pytest.mark.parametrize("text", UNRELATED)
 def test_errors_of_other_fields_get_no_entry(text):
     assert explain(text).found == ()
