@@ -208,15 +208,13 @@ class Tape:
             taken: The object; `None` passes them to none, and removes the hooks.
         """
         self._taken = taken
-        if taken is None:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
-        elif not self._handles:
-            for module in self._numbers:
-                # Functions, because a `deepcopy` of the model would copy the object of a bound method.
-                self._handles.append(module.register_forward_pre_hook(lambda m, _: self._enter(m)))
-                self._handles.append(module.register_forward_hook(lambda m, *_: self._leave(m), always_call=True))
+        for handle in self._handles:  # a replay of a loss may have deleted their hooks
+            handle.remove()
+        self._handles = []
+        for module in () if taken is None else self._numbers:
+            # Functions, because a `deepcopy` of the model would copy the object of a bound method.
+            self._handles.append(module.register_forward_pre_hook(lambda m, _: self._enter(m)))
+            self._handles.append(module.register_forward_hook(lambda m, *_: self._leave(m), always_call=True))
 
     def _enter(self, module: nn.Module) -> None:
         if module not in self._numbers or self._taken is None:  # a copy of the model has the hooks too

@@ -326,6 +326,27 @@ def test_a_run_resumed_inside_a_window_is_the_uninterrupted_one(tmp_path):
             assert {key: one.get(key) for key in ours} == {key: two.get(key) for key in ours}
 
 
+@pytest.mark.parametrize(("window", "checkpointing"), [({}, True), ({"steps_per_generation": 2}, False)])
+def test_a_skipped_step_that_is_computed_again_does_not_end_the_replay(window, checkpointing, tmp_path):
+    settings = {"gradient_checkpointing": checkpointing, "max_completion_length": 16, **window}
+    trainer = trainer_of(tmp_path, router_replay="rollout", max_steps=4, **settings)
+    watch = Watch(trainer.model)
+    compute, seen = trainer._compute_loss, []
+
+    def compute_loss(wrapped, inputs):
+        before = watch.seen
+        loss = compute(wrapped, inputs)
+        seen.append(watch.seen - before)
+        return loss * float("nan") if trainer.state.global_step == 0 else loss
+
+    trainer._compute_loss = compute_loss
+    trainer.train()
+    assert trainer.precision.not_finite is not None  # the diagnosis has computed the first loss again
+    assert len(seen) == 5
+    assert min(seen) > 20
+    assert watch.flips == 0
+
+
 def test_evaluation_is_measured_and_replayed_too(tmp_path):
     found = {}
     for replay in ("off", "rollout"):
