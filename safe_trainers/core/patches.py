@@ -66,6 +66,10 @@ PATCHES: Mapping[str, Patch] = {
         "the trainer's accelerator", ("gather", "gather_for_metrics", "reduce"), BLOCK,
         "TRL gathers metrics of all ranks in a loss; one that is computed again may fail on one rank alone",
     ),
+    "replayed-model": Patch(
+        "the wrapped model (DDP)", ("forward",), BLOCK,
+        "DDP's forward pass waits for all ranks, and one of them alone may compute a loss again",
+    ),
     "native-adapter": Patch(
         "the engine", ("generate",), LIFETIME, "TRL passes no adapter to the engine",
     ),

@@ -250,7 +250,10 @@ def _trainer_restored(trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collectives(run: Run) -> Iterator[None]:
-    """Makes a loss that is computed again wait for no other rank, where it may fail."""
+    """Makes a loss that is computed again wait for no other rank, which may compute none again.
+
+    In DDP's own forward pass, ranks exchange buffers and the order of gradients, also inside of `no_sync`.
+    """
     accelerator = run.accelerator
     if accelerator.num_processes == 1:
         yield
@@ -259,11 +262,11 @@ def _without_collectives(run: Run) -> Iterator[None]:
     def own(value: Any, *args: Any, **kwargs: Any) -> Any:
         return value
 
-    model = getattr(run.trainer, "model_wrapped", run.model)
-    with (
-        patched("replayed-loss", accelerator, gather=own, gather_for_metrics=own, reduce=own),
-        accelerator.no_sync(model),
-    ):
+    wrapped = getattr(run.trainer, "model_wrapped", run.model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched("replayed-loss", accelerator, gather=own, gather_for_metrics=own, reduce=own))
+        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            stack.enter_context(patched("replayed-model", wrapped, forward=wrapped.module))
         yield
 
 

@@ -611,6 +611,29 @@ def test_two_processes_name_what_one_of_them_sees(tmp_path):
     assert any("`model.layers.0.mlp.act_fn` is the first module" in line for line in first)
 
 
+ALONE = """
+import os, sys
+import test_not_finite as here
+from safe_trainers.numerics.replay import Replay
+
+rank, again, passes = int(os.environ["RANK"]), Replay.again, []
+Replay.again = lambda *args: passes.append(1) or again(*args)
+# Of process 1, all rewards of a group are equal, so that the gradients of its first loss are 0.
+here.cells.token_reward = lambda completion_ids, **_: [float(sum(ids) % 7) * (rank == 0) for ids in completion_ids]
+trainer = here.build("grpo", "fp16", loss_scale_init=1024.0, per_device_train_batch_size=4)
+trainer.train()
+open(f"{sys.argv[1]}/{rank}.txt", "w").write(f"{len(passes)} {here.cells.fingerprint(trainer.model)}")
+"""
+
+
+@pytest.mark.slow
+def test_one_process_alone_computes_a_loss_again(tmp_path):
+    run_in_two_processes(ALONE, tmp_path, beside=__file__)
+    first, second = ((tmp_path / f"{rank}.txt").read_text().split() for rank in (0, 1))
+    assert int(first[0]) == 0 < int(second[0])
+    assert first[1] == second[1]
+
+
 def test_an_optimizer_that_updates_weights_in_the_backward_pass_gets_no_second_pass():
     trainer = build("sft", max_steps=2)
     passes = []
