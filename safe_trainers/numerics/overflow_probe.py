@@ -50,6 +50,7 @@ class OverflowProbe(Feature):
         super().__init__(run)
         self.report: OverflowReport | None = None
         self._probed: dict[str, int] | None = None  # the step of the last probe of each phase; `None` before training
+        self._turns: int | None = None  # the turns of the batch that is made so far; `None` outside of one
 
     def on_train_begin(self) -> None:
         """Probes again in each call of `train`."""
@@ -72,6 +73,14 @@ class OverflowProbe(Feature):
         self._judge(report, called_again(watch.calls))
         return result
 
+    def around_batch(self, call: Callable[[], Any]) -> Any:
+        """Makes a rollout batch, of which all ranks generate the first turn, but maybe not the later ones."""
+        self._turns = 0
+        try:
+            return call()
+        finally:
+            self._turns = None
+
     def around_rollout(self, call: Callable[[], Any]) -> Any:
         """Generates one turn, and stops if the first forward pass is not finite.
 
@@ -82,10 +91,12 @@ class OverflowProbe(Feature):
         """
         training = self._probed is not None and self.run.model.training
         half = self._computes_in_float16()
+        together = not self._turns
+        self._turns = None if self._turns is None else self._turns + 1
         try:
             if not training or not half or self._generates_elsewhere():
                 return call()
-            return self._watched_rollout(call, self._due("rollout"))
+            return self._watched_rollout(call, self._due("rollout"), together)
         except RuntimeError as error:
             if not training or _SAMPLING_FAILED not in str(error):
                 raise
@@ -94,17 +105,23 @@ class OverflowProbe(Feature):
                 raise
             raise self._not_finite_rollout(weight) from error
 
-    def _watched_rollout(self, generate: Callable[[], Any], due: bool) -> Any:
-        """Generates; if the first forward pass is not finite on any rank, repeats it and measures every module."""
+    def _watched_rollout(self, generate: Callable[[], Any], due: bool, together: bool) -> Any:
+        """Generates; if the first forward pass is not finite on any rank, repeats it and measures every module.
+
+        Args:
+            generate: Generates one turn.
+            due: Whether a probe is due.
+            together: Whether all ranks generate this turn; after calls of tools they may generate different numbers.
+        """
         watch = Watch(self.run.model, whole=due)
 
         def first(output: Any) -> None:
             report = watch.finish("rollout", self.run.step, sampled_from(output))
             watch.calls.clear()  # frees memory for the rest of generation
-            if not all(gather_object([report.result_finite])):
+            if not all(_of_all(report.result_finite, together)):
                 raise _StoppedError(output)
             if due:
-                self._judge(report, None)
+                self._judge(report, None, together)
 
         def stop(output: Any) -> None:
             raise _StoppedError(output)
@@ -123,7 +140,7 @@ class OverflowProbe(Feature):
         except _StoppedError:
             watch = Watch(self.run.model)
             result = again(watch)
-        self._judge(watch.finish("rollout", self.run.step, result), again)
+        self._judge(watch.finish("rollout", self.run.step, result), again, together)
         raise self._not_finite_rollout()
 
     def _not_finite_rollout(self, weight: str | None = None) -> PrecisionError:
@@ -159,12 +176,13 @@ class OverflowProbe(Feature):
             self._probed[phase] = step
         return due
 
-    def _judge(self, report: OverflowReport, rerun: Rerun | None) -> None:
+    def _judge(self, report: OverflowReport, rerun: Rerun | None, together: bool = True) -> None:
         """Raises or warns on all ranks if a report of any rank has an overflow or values near the limit.
 
         Args:
             report: The report of this rank.
             rerun: Runs the same forward pass again.
+            together: Whether all ranks call this method.
 
         Raises:
             PrecisionError: If the result is not finite because a module overflowed.
@@ -177,10 +195,16 @@ class OverflowProbe(Feature):
             problem = explain(report, self.run.model, patterns, rerun if self.run.sharded is None else None)
         elif report.first is not None or report.near:
             warning = warn_near_overflow(report, self.run.model, patterns)
-        found = gather_object([(problem, warning)])  # of all ranks
+        found = _of_all((problem, warning), together)
         problem = next((theirs for theirs, _ in found if theirs is not None), None)
         warning = next((theirs for _, theirs in found if theirs is not None), None)
         if problem is not None:
             raise PrecisionError([problem])
         if warning is not None:
             self.run.warn_once(warning, key=warning.what)
+
+
+def _of_all(value: Any, together: bool) -> list[Any]:
+    """Returns the values of all ranks, or of this one if the others do not call this function."""
+    found: list[Any] = gather_object([value]) if together else [value]
+    return found

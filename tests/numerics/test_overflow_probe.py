@@ -570,3 +570,31 @@ def test_two_processes_stop_together(tmp_path):
     for message, phase in zip(first, ("loss", "rollout"), strict=True):
         assert f"in the {phase} after step 0" in message
         assert "`fp32_modules=['layers.0.self_attn.o_proj', 'layers.2.mlp.down_proj']`" in message
+
+
+TURNS = """
+import sys
+import test_overflow_probe as here
+
+trainer = here.build("grpo", here.text(), per_device_train_batch_size=4, max_steps=2)
+rank = trainer.args.process_index
+generate = trainer._generate_single_turn
+
+
+def with_later_turns(prompt_ids, *args):
+    made = generate(prompt_ids, *args)
+    for _ in range(2 * rank):  # one process alone calls tools
+        generate(prompt_ids[:1], *args)
+    return made
+
+
+trainer._generate_single_turn = with_later_turns
+trainer.train()
+open(f"{sys.argv[1]}/{rank}.txt", "w").write(str(trainer.precision.overflow.phase))
+"""
+
+
+@pytest.mark.slow
+def test_processes_may_generate_different_numbers_of_turns(tmp_path):
+    run_in_two_processes(TURNS, tmp_path, beside=__file__)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["loss", "loss"]
