@@ -13,11 +13,14 @@ import trl
 from cells import Cell
 from packaging.version import Version
 from policing import reset_accelerate
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from transformers import TrainerCallback
+from two_processes import run_in_two_processes
 
 from safe_trainers import CheckpointError, PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning
 from safe_trainers.checkpoint.folder import NOT_FINITE, checkpoints_in
-from safe_trainers.numerics.gradient_norm import GradientNorm
+from safe_trainers.numerics.gradient_norm import GradientNorm, total_norm
 from safe_trainers.testing import fp16_on_cpu
 
 
@@ -325,3 +328,52 @@ def test_rewards_that_a_trainer_has_summed_are_checked_too():
     trainer.rewards = trainer.rewards * 3e38
     with pytest.raises(PrecisionError, match="rewards-overflow"):
         trainer._calculate_rewards()
+
+
+ONE_RANK = """
+import os, sys, warnings
+import test_gradients_not_finite as here
+
+rank = int(os.environ["RANK"])
+trainer = here.build("rloo", "bf16", beta=0.1, ddp_backend="gloo", steps=2)
+if rank == 1:  # the main process sees nothing itself
+    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+    layer = reference.get_submodule("model.layers.0.mlp.act_fn")
+    layer.register_forward_hook(lambda module, args, output: output * float("nan"))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    trainer.train()
+lines = [str(w.message).splitlines()[0] for w in caught if w.category is here.PrecisionWarning]
+open(f"{sys.argv[1]}/{rank}.txt", "w").write("\\n".join(lines))
+"""
+
+
+@pytest.mark.slow
+def test_what_one_rank_alone_sees_is_reported(tmp_path):
+    run_in_two_processes(ONE_RANK, tmp_path, beside=__file__)
+    first, second = ((tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1))
+    assert any("log-probabilities of completions" in line for line in first)
+    assert not any("log-probabilities of completions" in line for line in second)
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_norm_of_gradients_on_several_meshes_is_that_of_all(mesh):
+    torch.manual_seed(0)
+    plain = [torch.randn(3, 4), torch.randn(5)]
+    mixed = [plain[0], distribute_tensor(plain[1], mesh, [Replicate()])]
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torch.nn.utils.get_total_norm(mixed)
+    for gradients in (plain, mixed, mixed[1:]):
+        expected = torch.cat([one.full_tensor().flatten() if hasattr(one, "full_tensor") else one.flatten()
+                              for one in gradients]).norm()  # fmt: skip
+        torch.testing.assert_close(total_norm(gradients), expected)
+    assert total_norm([]).item() == 0
+    assert not total_norm([plain[0], mixed[1] * math.nan]).isfinite()
