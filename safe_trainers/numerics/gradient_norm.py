@@ -75,10 +75,19 @@ class GradientNorm:
         """Whether it is not known yet whether the last step was skipped on the device."""
         return self._pending is not None
 
+    @property
+    def unread(self) -> bool:
+        """Whether the last step was skipped on the device, and that was not read before; a checkpoint stores it."""
+        return self._pending is not None and self._pending()
+
+    def restore(self, unread: bool) -> None:
+        """Restores `unread` from a checkpoint."""
+        self._pending = (lambda: True) if unread else None
+
     def read_late(self) -> bool:
         """Returns whether the last step was skipped on the device, if that was not read before."""
-        pending, self._pending = self._pending, None
-        return pending is not None and pending()
+        unread, self._pending = self.unread, None
+        return unread
 
     def _has_engine(self) -> bool:
         return getattr(self._accelerator.state, "deepspeed_plugin", None) is not None

@@ -212,16 +212,17 @@ class StepMonitor(Feature):
     def state_dict(self) -> dict[str, Any]:
         """The counts and the sample."""
         self._sum_norms()
-        self._settle()
         sample = self._sample_state if self._sample is None else self._sample.state()
         own = {name: getattr(self, name) for name in self._PLAIN}
-        return {**own, "in_a_row": self.run.skipped_in_a_row, "sample": sample}
+        unread = self.run.gradient_norm.unread  # not settled here, because the next step of this run counts it
+        return {**own, "in_a_row": self.run.skipped_in_a_row, "unread": unread, "sample": sample}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counts and the sample."""
         for name in self._PLAIN:
             setattr(self, name, state[name])
         self.run.skipped_in_a_row = state["in_a_row"]
+        self.run.gradient_norm.restore(state["unread"])
         self._sample_state = state["sample"]
         if self._sample is not None and self._sample_state is not None:
             self._sample.load(self._sample_state)

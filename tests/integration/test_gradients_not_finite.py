@@ -197,6 +197,28 @@ def test_a_fused_optimizer_that_skips_every_step_ends_the_run(deferred):
     assert finite(trainer.model)
 
 
+def test_a_save_does_not_reset_the_count_of_skipped_steps(deferred, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path)}
+    trainer = deferred(max_consecutive_skips=2, **saves)
+    spoil_gradient(trainer, range(99))
+    with pytest.warns(PrecisionWarning) as warned, pytest.raises(PrecisionError, match="gradients-not-finite"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert any("[step-skipped]" in str(warning.message) for warning in warned)
+
+
+def test_a_resumed_run_counts_the_skipped_step_before_the_save(deferred, tmp_path):
+    counts = []
+    for resumed in (None, str(tmp_path / "checkpoint-2")):
+        trainer = deferred(save_strategy="steps", save_steps=2, output_dir=str(tmp_path))
+        spoil_gradient(trainer, {1})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrecisionWarning)
+            trainer.train(resume_from_checkpoint=resumed)
+        counts.append((last(trainer, "precision/skipped_steps"), last(trainer, "precision/effective_steps")))
+    assert counts == [(1, STEPS - 1)] * 2
+
+
 # ---- Checkpoints ----
 
 
