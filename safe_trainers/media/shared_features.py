@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,16 +128,19 @@ class SharedFeatures(Feature):
 
     def _sharing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
+        owner = weakref.ref(self)  # the model may outlive the trainer
 
         @functools.wraps(function)
         def features(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = _Call(args, kwargs)
+            feature, call = owner(), _Call(args, kwargs)
+            if feature is None:
+                return function(module, *args, **kwargs)
             arguments = call.named(signature.bind_partial(module, *args, **kwargs))
             keys = [key for key in arguments if key in MEDIA_KEYS]
             repeats = find_repeats(arguments, keys[0]) if len(keys) == 1 else None
-            if repeats is None or self._needs_gradients(module):
+            if repeats is None or feature._needs_gradients(module):
                 return function(module, *args, **kwargs)
-            return self._share(function.__name__, partial(function, module), module, call, repeats)
+            return feature._share(function.__name__, partial(function, module), module, call, repeats)
 
         return features
 
@@ -225,15 +229,16 @@ def find_repeats(arguments: Mapping[str, Any], key: str) -> Repeats | None:
     ones = [1] * number
     pieces = [part.split(sizes if part.shape[0] == media.shape[0] else ones) for part in parts]
     images = list(zip(*pieces, strict=True))  # of each image, its entries of the media tensor and of the others
-    flat = media.detach().flatten(1)
+    starts = [0, *itertools.accumulate(sizes)][:-1]
+    # Of patches, those of the first entry of an image are compared first.
+    first_entries = media.detach() if number == media.shape[0] else media.detach()[starts]
+    flat = first_entries.flatten(1)
     sampled = flat[:, :: max(1, flat.shape[1] // SAMPLED)].tolist()
-    starts = [0, *itertools.accumulate(sizes)]
     kinds: list[int] = []
     distinct: list[int] = []
     first: dict[Any, list[int]] = {}
     for index, image in enumerate(images):
-        # Of patches, those of the first entry of an image are compared first.
-        candidates = first.setdefault((sizes[index], *sampled[starts[index]]), [])
+        candidates = first.setdefault((sizes[index], *sampled[index]), [])
         for candidate in candidates:
             if all(map(torch.equal, image, images[distinct[candidate]])):
                 kinds.append(candidate)

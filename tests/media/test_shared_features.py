@@ -1,13 +1,18 @@
 """A tower runs once for the equal images of a batch, and the run has the same bits."""
 
+import gc
+import weakref
+
 import cells
 import pytest
 import torch
 from cells import Cell
 from peft import LoraConfig
+from policing import reset_accelerate
+from torch.overrides import TorchFunctionMode
 
 from safe_trainers import SafeGRPOConfig, SafeRLOOConfig
-from safe_trainers.media.shared_features import SharedFeatures, find_repeats
+from safe_trainers.media.shared_features import SAMPLED, SharedFeatures, find_repeats
 from safe_trainers.model.parts import find_parts
 
 
@@ -167,3 +172,36 @@ def test_another_argument_of_the_method_is_decided_on_its_own():
         for layer in (-1, -2, -1, -2):
             model.get_image_features(images, vision_feature_layer=layer)
     assert (feature.seen, feature.computed) == (12, 3 + 3 + 1 + 1)
+
+
+class Reads(TorchFunctionMode):
+    """Counts the values that are converted to Python numbers."""
+
+    values = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.tolist:
+            self.values += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_of_patches_only_those_at_the_start_of_an_image_are_read():
+    grids = torch.tensor([[1, 16, 16]] * 8)
+    patches = torch.rand(2, 256, 1176).repeat_interleave(4, dim=0).flatten(0, 1)  # (P, D)
+    with Reads() as reads:
+        repeats = find_repeats({"pixel_values": patches, "image_grid_thw": grids}, "pixel_values")
+    assert repeats.distinct == (0, 4)
+    assert reads.values <= 8 * 2 * SAMPLED
+
+
+def test_a_model_does_not_keep_its_trainer():
+    trainer = build(Cell("llava", "grpo", "fp32", None), "identical", steps=1)
+    trainer.train()
+    model, optimizer = trainer.model, weakref.ref(trainer.optimizer.optimizer)
+    del trainer
+    reset_accelerate()
+    gc.collect()
+    assert optimizer() is None
+    parts = find_parts(model)
+    images = torch.rand(1, 3, 32, 32).expand(2, -1, -1, -1)
+    assert parts.containers[-1].get_image_features(images) is not None
