@@ -278,7 +278,9 @@ def matrix_page() -> str:
 
 
 def _every_cell() -> list[str]:
-    """The section with the counts of all combinations, by family."""
+    """The section with the counts of all combinations, by family, if they were measured."""
+    if not (fragments.ROOT / "benchmarks" / "results" / "matrix_all.json").is_file():
+        return []
     found = fragments.results("matrix_all")
     sides = [(side, outcome) for side in SIDES for outcome in COLOURS]
     total: dict[tuple[str, str], int] = Counter()

@@ -340,8 +340,8 @@ def test_every_rollout_is_stopped_before_it_samples_from_what_is_no_number():
 def test_which_steps_are_looked_at(monkeypatch):
     seen = []
     judge = OverflowProbe._judge
-    monkeypatch.setattr(OverflowProbe, "_judge", lambda self, report, again: (
-        seen.append((report.phase, report.step)), judge(self, report, again))[1])  # fmt: skip
+    monkeypatch.setattr(OverflowProbe, "_judge", lambda self, report, *rest: (
+        seen.append((report.phase, report.step)), judge(self, report, *rest))[1])  # fmt: skip
     window = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 1}
     build("grpo", text(), overflow_probe_steps=3, steps=8, **window).train()
     assert seen == [("rollout", 0), ("loss", 0), ("loss", 3), ("rollout", 4), ("loss", 6)]
