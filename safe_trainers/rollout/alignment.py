@@ -21,6 +21,7 @@ from ..core.versions import installed_version
 from ..model.parts import find_parts, is_quantized, unwrap
 from ..policy.distributed import fsdp_version, shards_weights
 from ..policy.settings import NATIVE
+from ..weights.cast import weights_restored
 from ..weights.fp32_modules import covers_head
 from ..weights.merged import unmergeable
 from . import native_adapters, vllm, vllm_images
@@ -356,20 +357,10 @@ def undo_casts(model: nn.Module, exempt: Iterable[str] = ()) -> Iterator[None]:
     # `nn.Module.to` calls `_apply` on each submodule.
     casts = {m: partial(_apply_except_buffers, m) for m in model.modules() if m._non_persistent_buffers_set}
     casts |= {m: partial(_skip_apply, m) for m in (unwrap(model).get_submodule(name) for name in exempt)}
-    tensors = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
-    originals = [(tensor, tensor.data) for tensor in tensors if tensor is not None]
-    # `_apply` writes to `parameter.data`, but replaces buffers by new tensors.
-    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    try:
-        with contextlib.ExitStack() as stack:
-            for module, cast in casts.items():
-                stack.enter_context(patched("cast-of-all", module, _apply=cast))
-            yield
-    finally:
-        for tensor, data in originals:
-            tensor.data = data
-        for module, own in buffers:
-            module._buffers.update(own)
+    with weights_restored(model), contextlib.ExitStack() as stack:
+        for module, cast in casts.items():
+            stack.enter_context(patched("cast-of-all", module, _apply=cast))
+        yield
 
 
 def _skip_apply(module: nn.Module, *_: Any, **__: Any) -> nn.Module:

@@ -8,6 +8,7 @@ SafeGRPOTrainer -> PrecisionMixin -> ExactCheckpoints -> GRPOTrainer -> trl _Bas
 run. `PrecisionBase` (base.py) receives the calls that TRL makes through `super()`, which skip the classes above TRL.
 """
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -43,6 +44,7 @@ from ..rollout.kept_casts import KeptCasts
 from ..rollout.mismatch_meter import MismatchMeter, check_reward_weights
 from ..rollout.truncation import TruncationCorrection
 from ..weights import fp32_modules
+from ..weights.cast import weights_restored
 from .base import prepare_other_model
 from .coverage import check_bases
 from .fingerprint import SameOnAllRanks
@@ -97,6 +99,7 @@ class PrecisionMixin(ExactCheckpoints):
     # Attributes of `Trainer`, declared for the type checker.
     control: Any
     callback_handler: Any
+    is_in_train: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -218,9 +221,15 @@ class PrecisionMixin(ExactCheckpoints):
             self._run.loss_inputs = {}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates, inside the features' `around_evaluation`."""
+        """Evaluates, inside the features' `around_evaluation`.
+
+        With `bf16_full_eval` or `fp16_full_eval`, transformers casts the model in place if it does not train; the
+        weights are restored afterwards.
+        """
         method = super().evaluation_loop  # type: ignore[misc]
-        return self._run.around("around_evaluation", partial(method, *args, **kwargs))
+        casts = not self.is_in_train and (self.args.bf16_full_eval or self.args.fp16_full_eval)
+        with weights_restored(self.model) if casts else contextlib.nullcontext():
+            return self._run.around("around_evaluation", partial(method, *args, **kwargs))
 
     # ---- Rollouts ----
 

@@ -1,6 +1,7 @@
 """Casts of single parameters: their description, and the function that applies them."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,30 @@ def apply_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
         parameter = parameters[cast.name]
         if from_torch(parameter.dtype) != cast.target:
             parameter.data = parameter.data.to(to_torch(cast.target))
+
+
+@contextlib.contextmanager
+def weights_restored(model: nn.Module) -> Iterator[None]:
+    """Restores the values of a model that is cast in place while the block runs, on the device that it is on then.
+
+    While the block runs, the original values and their casts are both in memory.
+
+    Args:
+        model: The model, wrapped or not. Its parameters stay the same objects.
+    """
+    tensors = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
+    originals = [(tensor, tensor.data) for tensor in tensors if tensor is not None]
+    # `nn.Module.to` writes to `parameter.data`, but replaces buffers by new tensors.
+    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    try:
+        yield
+    finally:
+        for tensor, data in originals:
+            tensor.data = data.to(tensor.device)
+        for module, own in buffers:
+            for name, buffer in own.items():
+                cast = module._buffers.get(name)
+                module._buffers[name] = buffer if buffer is None or cast is None else buffer.to(cast.device)
 
 
 def extra_bytes(casts: Iterable[ParameterCast]) -> int:

@@ -144,6 +144,21 @@ def test_evaluation_is_covered(task):
     assert torch.isfinite(torch.tensor(metrics["eval_loss"]))
 
 
+@pytest.mark.parametrize("flag", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_in_half_precision_leaves_the_weights_as_they_are(flag):
+    losses = []
+    for safe in (False, True):
+        trainer = build(Cell("text", "sft", "fp32", None), safe, **{flag: True})
+        trainer.train()
+        trained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        losses.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+        now = trainer.model.state_dict()
+        assert all(torch.equal(now[name], value) for name, value in trained.items()) == safe
+    assert losses[0] == losses[1]  # the evaluation itself computes in half precision
+    trainer.train()  # stock's optimizer, whose state is float32, fails with half weights
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
 def test_several_pictures_in_a_prompt(task):
     rows = tiny.prompt_dataset(8, seed=0)
