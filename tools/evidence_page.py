@@ -270,7 +270,7 @@ def matrix_page() -> str:
         "replaced as listed in",
         "`benchmarks/families/specs.py`.",
         "",
-        "*Made from `benchmarks/results/matrix.jsonl`, `matrix_all.json` and `not_finite.jsonl` by `make docs`. "
+        "*Made from `matrix*` and `not_finite.jsonl` in `benchmarks/results/` by `make docs`. "
         f"`{heading['command']}`;",
         f"{versions_of(heading)}; {heading['machine']}.*",
     ]
