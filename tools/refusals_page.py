@@ -173,7 +173,7 @@ def _error(entry: Entry) -> list[str]:
         lines += ["Also: " + ", ".join(map(_code, others)) + ".", ""]
     lines += _answer(entry.cause, entry.fix)
     for case in entry.cases:
-        lines += ["With " + " or ".join(map(_code, case.evidence)) + " in the text:", ""]
+        lines += ["With " + " or ".join(_code(text.strip()) for text in case.evidence) + " in the text:", ""]
         lines += _answer(case.cause, case.fix)
     link = re.sub(r"https://github.com/[\w-]+/([\w.-]+)/(?:issues|pull)/(\d+).*", r"\1#\2", entry.link or "")
     upstream = f"; upstream: [{link}]({entry.link})" if entry.link else ""
