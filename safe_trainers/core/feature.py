@@ -97,10 +97,10 @@ class Feature:
         """Called when `train` begins, before a checkpoint is loaded."""
 
     def on_train_end(self) -> None:
-        """Called when `train` has ended without an error."""
+        """Called after `on_train_exit` if `train` has ended without an error."""
 
     def on_train_exit(self) -> None:
-        """Called before that, and also if `train` ends with an error or is interrupted."""
+        """Called when `train` ends, also with an error, to remove what a feature has attached to the model."""
 
     def on_step_begin(self) -> None:
         """Called before the first micro-batch of an optimizer step, and before its rollout."""

@@ -208,6 +208,8 @@ class Tape:
             taken: The object; `None` passes them to none, and removes the hooks.
         """
         self._taken = taken
+        while self._modes:  # those of a router that was interrupted
+            self._leave_mode()
         for handle in self._handles:  # a replay of a loss may have deleted their hooks
             handle.remove()
         self._handles = []
@@ -227,7 +229,10 @@ class Tape:
 
     def _leave(self, module: nn.Module) -> None:
         if module in self._numbers and self._modes:
-            self._modes.pop().__exit__(None, None, None)
+            self._leave_mode()
+
+    def _leave_mode(self) -> None:
+        self._modes.pop().__exit__(None, None, None)
 
 
 def _columns(routers: Routers) -> list[list[tuple[int, int]]]:

@@ -8,7 +8,11 @@ from accelerate.utils import gather_object
 
 from ..core.errors import warn
 from ..core.feature import Feature, Run
+from ..core.trl import trl_bases
 from ..model.parts import local_shard
+
+
+SCORING_METHOD = "_get_per_token_logps_and_entropies"
 
 
 class FiniteWatch(Feature):
@@ -21,6 +25,7 @@ class FiniteWatch(Feature):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._finite: torch.Tensor | None = None
+        self._scores = any(SCORING_METHOD in vars(base) for base in trl_bases(type(run.trainer)))
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions, and checks the log-probabilities if no gradient is computed."""
@@ -34,7 +39,11 @@ class FiniteWatch(Feature):
     def before_log(self, mode: str) -> None:
         """Warns about log-probabilities that are not finite on any rank."""
         finite, self._finite = self._finite, None
-        if finite is not None and not bool(self.run.accelerator.gather(finite.unsqueeze(0)).all()):
+        if not self._scores:  # the same on all ranks, which wait for each other below
+            return
+        accelerator = self.run.accelerator
+        own = torch.tensor(True) if finite is None else finite
+        if not bool(accelerator.gather(own.to(accelerator.device).reshape(1)).all()):
             given = f"log-probabilities of completions up to step {self.run.step}"
             self.run.warn_once(warn("logps-not-finite", given))
 

@@ -347,6 +347,35 @@ def test_a_skipped_step_that_is_computed_again_does_not_end_the_replay(window, c
     assert watch.flips == 0
 
 
+@pytest.mark.parametrize("place", ["backward pass", "router"])
+def test_an_interrupted_run_leaves_nothing_in_the_model(place, tmp_path):
+    trainer = trainer_of(tmp_path, router_replay="rollout", record_steps=[1, 2], gradient_checkpointing=False)
+
+    def ours():
+        hooks = (
+            h for m in trainer.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        )
+        return [h for h in hooks if getattr(h, "func", h).__module__.startswith("safe_trainers")]
+
+    before = ours()
+
+    def interrupt(*args):
+        if trainer.state.global_step == 1 and (place == "backward pass" or torch.is_grad_enabled()):
+            raise KeyboardInterrupt
+
+    if place == "router":
+        handle = trainer.model.model.layers[1].mlp.gate.register_forward_pre_hook(interrupt)
+    else:
+        handle = trainer.model.lm_head.weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    handle.remove()
+    cells.reset_autocast()
+    assert ours() == before
+    assert torch._C._len_torch_function_stack() == 0
+    trainer.model(torch.arange(5, 12)[None])
+
+
 def test_evaluation_is_measured_and_replayed_too(tmp_path):
     found = {}
     for replay in ("off", "rollout"):
