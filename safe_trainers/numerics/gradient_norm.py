@@ -43,7 +43,7 @@ class GradientNorm:
         scaler = self._accelerator.scaler
         if (scaler is not None and scaler.is_enabled()) or not self._accelerator._optimizers or self._has_engine():
             return
-        if norm is None:  # the run does not clip, and this release of transformers computes no norm
+        if norm is None:  # the run does not clip, or transformers clips gradients of several meshes without accelerate
             norm = total_norm([p.grad for p in self._parameters() if p.grad is not None])
         unusable = ~_whole(torch.as_tensor(norm)).detach().isfinite()
         optimizers = [wrapped.optimizer for wrapped in self._accelerator._optimizers]
