@@ -52,7 +52,7 @@ class FiniteWatch(Feature):
         self.before_log("train")
         trained = ((name, p) for name, p in self.run.model.named_parameters() if p.requires_grad)
         own = [name for name, p in trained if not bool(local_shard(p.detach()).isfinite().all())]
-        names = sorted(set(gather_object(own))) if self.run.accelerator.num_processes > 1 else own
+        names = list(dict.fromkeys(gather_object(own)))
         if names:
             given = f"{len(names)} trained tensors, such as {names[0]}, at the end of the run"
             self.run.warn_once(warn("weights-not-finite", given))
