@@ -364,7 +364,7 @@ def test_an_interrupted_run_leaves_nothing_in_the_model(place, tmp_path):
             raise KeyboardInterrupt
 
     if place == "router":
-        handle = trainer.model.model.layers[1].mlp.gate.register_forward_pre_hook(interrupt)
+        handle = trainer.model.model.layers[1].mlp.gate.register_forward_hook(interrupt)  # inside of the mode
     else:
         handle = trainer.model.lm_head.weight.register_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
