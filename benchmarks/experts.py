@@ -1,8 +1,9 @@
 """Measures how often routers choose other experts in scoring than in generation, and what replaying the choices does.
 
 Each family is built from its config, trained for a few steps in float32, and evaluated by a `SafeGRPOTrainer`, which
-samples with `generate` and scores the samples: in bfloat16 and in float16, with and without `router_replay`. A byte
-model with experts is also trained with GRPO, and the time of a step is measured. `make bench-experts` writes
+samples with `generate` and scores the samples: in bfloat16 and in float16, with and without `router_replay`, and in
+float16 also with a float32 head. A byte model with experts is also trained with GRPO, and the time of a step is
+measured. `make bench-experts` writes
 `benchmarks/results/experts.json` and the page.
 """
 
@@ -45,6 +46,8 @@ TRAINING = 120
 ROWS, TOKENS, PROMPT = 128, 64, 16
 """Few tokens have a flip, and the largest mismatch of few of them is not that of many."""
 GAPS = ("off", "rollout")
+HEAD = "lm_head"
+"""The module that makes the logits, whose rounding in float16 hides what replay does to the largest mismatch."""
 KEYS = (
     "logp_mismatch_mean", "logp_mismatch_max", "logp_mismatch_flip", "logp_mismatch_no_flip", "router_flip_frac",
     "router_flip_any_frac", "router_replayed_frac",
@@ -99,10 +102,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token in LETTERS for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
-def evaluated(model: nn.Module, family: str, precision: str, replay: str) -> dict[str, float]:
+def evaluated(model: nn.Module, family: str, precision: str, replay: str, **changes: Any) -> dict[str, float]:
     """Samples and scores `ROWS` sequences, and returns the metrics."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(model, family, folder, ROWS, precision=precision, router_replay=replay)
+        trainer = trainer_of(model, family, folder, ROWS, precision=precision, router_replay=replay, **changes)
         set_seed(1)
         found = trainer.evaluate()
     key = "eval_precision/"
@@ -116,7 +119,11 @@ def families(names: tuple[str, ...], training: int) -> Iterator[list[dict[str, A
         loss = learn(model, family, training)
         rows = []
         for precision in ("bf16", "fp16"):
-            found = {replay: evaluated(model, family, precision, replay) for replay in GAPS}
+            found: dict[str, Any] = {replay: evaluated(model, family, precision, replay) for replay in GAPS}
+            if precision == "fp16":
+                found["fp32_head"] = {
+                    replay: evaluated(model, family, precision, replay, fp32_modules=[HEAD]) for replay in GAPS
+                }
             rows.append({"family": family, "precision": precision, "loss": round(loss, 3), **found})
             off, on = found["off"], found["rollout"]
             print(

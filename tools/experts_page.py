@@ -129,7 +129,33 @@ def _families(measured: Row) -> list[str]:
                 f"{on['logp_mismatch_mean']:.1e} | {off['logp_mismatch_max']:.1e} | {on['logp_mismatch_max']:.1e} |"
             )
         lines += ["", *_summary(found), ""]
-    return lines
+    return lines + _float32_head([row for row in rows if "fp32_head" in row])
+
+
+def _float32_head(rows: list[Row]) -> list[str]:
+    """Returns the largest mismatch where the rounding of logits in float16 does not hide it."""
+    if not rows:
+        return []
+    lines = [
+        "### float16 with a float32 head",
+        "",
+        *_filled(
+            "Logits in float16 are rounded by up to 4e-3 where they are above 4, with and without a flip. "
+            '`fp32_modules=["lm_head"]` removes this rounding, and what is left shows what replay does.'
+        ),
+        "",
+        "| family | tokens | mean | others | mean, replayed | largest | largest, replayed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = [{"family": row["family"], **row["fp32_head"]} for row in rows]
+    for row in found:
+        off, on = row["off"], row["rollout"]
+        lines.append(
+            f"| `{row['family']}` | {off['router_flip_any_frac']:.2%} | {off['logp_mismatch_mean']:.1e} | "
+            f"{off['logp_mismatch_no_flip']:.1e} | {on['logp_mismatch_mean']:.1e} | {off['logp_mismatch_max']:.1e} | "
+            f"{on['logp_mismatch_max']:.1e} |"
+        )
+    return [*lines, "", *_summary(found), ""]
 
 
 def _summary(rows: list[Row]) -> list[str]:
