@@ -52,7 +52,8 @@ LAYERS = 4
 EXAMPLE = "safe-trainers tune tiny:llava --precision bf16 --sequences 16 --max_tokens 12 --max_bytes 40K"
 AS_THEY_ARE = ("gemma4",)
 """Families whose layers are not alike, so that they keep the two that they have."""
-ROWS, LENGTH = 96, 16
+SEQUENCES, LENGTH = 96, 16
+"""Prompts of a search of a tiny family: three times the default, because nearly all of its tokens agree exactly."""
 SEED = 4321
 LIMIT = 1200.0
 """Time limit of a search in seconds, for a machine that is shared; the results have the CPU time."""
@@ -98,7 +99,8 @@ class Subject:
 
     def __init__(self, name: str, folder: str, steps: int) -> None:
         self.name, self._folder = name, folder
-        rows = rows_for(ROWS, ROWS) + UNSEEN * ROWS
+        self.sequences = Plan().sequences if name == BYTE else SEQUENCES
+        rows = self.unseen + UNSEEN * self.sequences
         if name == BYTE:
             self._model = byte_model(8)
             learn(self._model, steps, width=256)
@@ -113,12 +115,17 @@ class Subject:
             self._dataset = self._dataset.remove_columns("image")
         self._model = deep_model(name, LAYERS)
 
+    @property
+    def unseen(self) -> int:
+        """The first prompt that a search, its selection and its promise do not use."""
+        return rows_for(self.sequences, self.sequences)
+
     def build(self, precision: str, wrap: Any = lambda trainer_class: trainer_class, **changes: Any) -> Any:
         """Builds a trainer with a copy of the model."""
         settings = {
             "precision": precision,
             "use_cpu": True,
-            "per_device_train_batch_size": ROWS,
+            "per_device_train_batch_size": self.sequences,
             "num_generations": 2,
             "max_completion_length": LENGTH,
             "report_to": [],
@@ -164,8 +171,9 @@ def compare(subject: Subject, folder: Path) -> dict[str, Any]:
     for name, budget in budgets.items():
         begun = time.process_time()
         plan = Plan(
-            subject.name, goal=Goal(max_bytes=budget), precisions=("bf16",), sequences=ROWS, rounds=1, time_limit=LIMIT
-        )
+            subject.name, goal=Goal(max_bytes=budget), precisions=("bf16",), sequences=subject.sequences, rounds=1,
+            time_limit=LIMIT,
+        )  # fmt: skip
         made = tune_trainer(
             lambda p, w: subject.build(p, w, precision_metrics=False), plan, Store(folder / "state.json")
         )
@@ -179,7 +187,8 @@ def compare(subject: Subject, folder: Path) -> dict[str, Any]:
         }
     forget_precision()
     trainer = subject.build("bf16", measured, precision_metrics=False)
-    bench = Bench(trainer, batches_of(trainer.train_dataset, ROWS, UNSEEN * ROWS, skip=rows_for(ROWS, ROWS)))
+    held_out = UNSEEN * subject.sequences
+    bench = Bench(trainer, batches_of(trainer.train_dataset, subject.sequences, held_out, skip=subject.unseen))
     tokens = bench.sample(everything, SEED)
     unseen = {names: bench.measure(names, tokens) for names in {NOTHING, everything, *sets.values(), *chosen.values()}}
     found["plain"], found["everything"] = unseen[NOTHING].to_dict(), unseen[everything].to_dict()
@@ -196,12 +205,12 @@ def promise(subject: Subject, folder: Path) -> dict[str, Any]:
     """
     begun, cpu = time.perf_counter(), time.process_time()
     precisions = ("bf16", "fp16", "fp32") if subject.name in ALL_PRECISIONS else ("bf16",)
-    plan = Plan(subject.name, sequences=ROWS, time_limit=LIMIT, precisions=precisions)
+    plan = Plan(subject.name, sequences=subject.sequences, time_limit=LIMIT, precisions=precisions)
     made = tune_trainer(lambda p, w: subject.build(p, w, precision_metrics=False), plan, Store(folder / "state.json"))
     wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     forget_precision()
     settings = dict(made.settings)
-    steps = max(LEAST_STEPS, -(-made.promise.sequences // ROWS))
+    steps = max(LEAST_STEPS, -(-made.promise.sequences // subject.sequences))
     trainer = subject.build(
         settings.pop("precision"), max_steps=steps, logging_steps=steps, learning_rate=0.0, seed=7, **settings
     )
@@ -212,7 +221,7 @@ def promise(subject: Subject, folder: Path) -> dict[str, Any]:
         for name in ("contributions", "rules", "measured_sets", "front"):
             content.pop(name)
     content |= {"wall_seconds": round(wall, 1), "cpu_seconds": round(cpu, 1)}
-    return content | {"run": logged["precision/logp_mismatch_mean"], "steps": steps, "rows": ROWS}
+    return content | {"run": logged["precision/logp_mismatch_mean"], "steps": steps, "rows": subject.sequences}
 
 
 def measure(name: str, steps: int, promised: Any = None) -> dict[str, Any]:
@@ -267,7 +276,7 @@ def main() -> None:
     chosen = options.only.split(",") if options.only else [name for name in names if name not in known]
     heading = {
         **now,
-        "rows": ROWS,
+        "sequences": SEQUENCES,
         "length": LENGTH,
         "models": list(names),
     }
