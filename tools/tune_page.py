@@ -95,12 +95,12 @@ def measured() -> str:
     near = sum(share <= 0.1 for share, _ in off)
     inside = sum(share <= 0.1 or errors <= 2 for share, errors in off)
     cpu = [row["promise"]["cpu_seconds"] for row in done]
-    sequences = sorted({row["promise"]["rows"] for row in done})
+    sequences = " or ".join(map(str, sorted({row["promise"]["rows"] for row in done})))
     lines += [
         "",
         "The lines of a search without a budget were pasted into a run. The mismatch that the run logged is within",
         f"10 % of the promise in {near} of {len(off)} models, and within 10 % or two standard errors in {inside}.",
-        f"A search took {min(cpu):.0f} to {max(cpu):.0f} s of CPU time, with {' or '.join(map(str, sequences))} prompts:",
+        f"A search took {min(cpu):.0f} to {max(cpu):.0f} s of CPU time, with {sequences} prompts:",
         "the byte model has the default, and the tiny families, whose tokens nearly all agree, have more.",
         "[Each model](tune_results.md).",
         "",
