@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-EPILOG = """exit status: 0: the cause is known, 1: the cause is unknown, 2: there is nothing to explain
+EPILOG = """exit status: 0: the cause or its candidates are known, 1: they are not, 2: there is nothing to explain
   safe-trainers explain "Attempting to unscale FP16 gradients."
   safe-trainers explain train.log
   python train.py 2>&1 | safe-trainers explain

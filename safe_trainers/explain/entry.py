@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 
 ANY = "…"
@@ -24,17 +24,32 @@ package in which it states what it requires."""
 
 @dataclass(frozen=True)
 class Case:
-    """The cause of a message if the text has the evidence for it.
+    """One cause of a message that has several.
 
     Attributes:
-        evidence: Words of the text, such as a file in a frame of the traceback; one of them is enough.
         cause: The cause of the error.
         fix: The line to write or to run.
+        evidence: Words of the text, such as a file in a frame of the traceback, that decide for this cause; one of
+            them is enough. Without any, the cause is possible wherever no evidence decides for another.
     """
 
-    evidence: tuple[str, ...]
     cause: str
     fix: str
+    evidence: tuple[str, ...] = ()
+
+
+class Answer(NamedTuple):
+    """What an entry says about a text.
+
+    Attributes:
+        cause: The cause of the error, or what the message means if its cause is open.
+        fix: The line to write or to run.
+        possible: The causes that the text cannot tell apart, the most frequent first.
+    """
+
+    cause: str
+    fix: str
+    possible: tuple[Case, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class Entry:
         link: The upstream issue; for entries without a link tests/explain/test_catalogue.py provokes the error.
         level: What it explains. Families and wordings are used only for a text that names this field, and only where
             no other entry matches; wordings only where no family does.
-        cases: What is more likely than `cause` if the text has the evidence for it; the first that fits is used.
+        cases: The causes of a message that has several. The first whose evidence the text has is used.
     """
 
     id: str
@@ -75,12 +90,12 @@ class Entry:
         """Whether it explains more than messages with one cause."""
         return self.level != "message"
 
-    def answer(self, text: str) -> tuple[str, str]:
-        """Returns the cause and the fix for a text, which is in lower case and has the frames of its tracebacks."""
+    def answer(self, text: str) -> Answer:
+        """Returns the answer to a text, which is in lower case and has the frames of its tracebacks."""
         for case in self.cases:
             if any(words.casefold() in text for words in case.evidence):
-                return case.cause, case.fix
-        return self.cause, self.fix
+                return Answer(case.cause, case.fix)
+        return Answer(self.cause, self.fix, tuple(case for case in self.cases if not case.evidence))
 
     def places(self, squeezed: str) -> Iterator[tuple[int, int, int]]:
         """Finds the entry's messages in a log.

@@ -14,7 +14,7 @@ WORDINGS = "wordings.toml"
 
 _REQUIRED = ("package", "messages", "cause", "fix")
 _OPTIONAL = ("kind", "link", "level", "cases")
-_OF_A_CASE = ("evidence", "cause", "fix")
+_OF_A_CASE = ("cause", "fix")
 
 
 @cache
@@ -59,8 +59,10 @@ def _entry(entry_id: str, table: Any, file: str) -> Entry:
     if not isinstance(cases, list):
         raise ValueError(f"{place}: cases must be a list of tables")
     for case in cases:
-        _check(case, _OF_A_CASE, (), f"{place}, cases")
-    made = tuple(Case(tuple(case["evidence"]), _wrapped(case["cause"]), _wrapped(case["fix"])) for case in cases)
+        _check(case, _OF_A_CASE, ("evidence",), f"{place}, cases")
+    made = tuple(
+        Case(_wrapped(case["cause"]), _wrapped(case["fix"]), tuple(case.get("evidence", ()))) for case in cases
+    )
     prose = {name: _wrapped(table[name]) for name in ("cause", "fix")}
     return Entry(entry_id, **{**table, **prose, "messages": tuple(table["messages"]), "cases": made})
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from ..core.errors import Fix, Problem
 from ..report.document import Report, Table
 from .catalogue import entries, families, hits
-from .entry import Entry, squeeze
+from .entry import Case, Entry, squeeze
 from .metrics import Metric, out_of_range, readings
 
 
@@ -59,6 +59,8 @@ _WEIGHTS = {"message": 3, "family": 2, "wording": 1}
 _RANK = re.compile(r"^\W*\[(?:rank|default)(\d+)\]")
 _WORD = re.compile(r"[A-Za-z_]{3,}")
 _FIX = r"fix: (.+?)\s*\[{}\]"
+_OPEN = " The text does not tell which of the possible causes it has, or whether it has another."
+"""Follows what a message means, if its cause is open."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Found:
         times: How often it occurs.
         cause: The cause, by the evidence around the message.
         fix: The line to write: that of the message itself if it has one, else that of the cause.
+        possible: The causes that the text cannot tell apart; empty if the cause is known.
     """
 
     entry: Entry
@@ -78,6 +81,7 @@ class Found:
     times: int
     cause: str
     fix: str
+    possible: tuple[Case, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,8 +218,12 @@ def report(explanation: Explanation) -> Report:
         )
     for found in explanation.found:
         link = f" See {found.entry.link}" if found.entry.link else ""
-        text = f"{found.entry.id} ({found.entry.package}): {found.cause}{link}"
+        text = f"{found.entry.id} ({found.entry.package}): {found.cause}{_OPEN if found.possible else ''}{link}"
         verdicts.append(Problem(text, fix=Fix(found.fix), id=found.entry.id, level="note"))
+        for case in found.possible:
+            verdicts.append(
+                Problem(f"possible cause: {case.cause}", fix=Fix(case.fix), id=found.entry.id, level="note")
+            )
     for metric, value in explanation.beyond:
         given = f"{metric.key}={value:.3g} (normal: {metric.normal}; look when: {metric.look})"
         verdicts.append(Problem(given, metric.cause, Fix(metric.write), level="note"))
@@ -296,8 +304,9 @@ def _known_exceptions(raised: Sequence[_Raised], cause: _Raised | None) -> list[
                 continue
             own = re.search(_FIX.format(re.escape(entry.id)), error.message, re.DOTALL)
             times = sum(entry in other.known for other in raised)
-            why, fix = entry.answer(error.context)
-            found[entry.id] = Found(entry, error.line, times, why, " ".join(own[1].split()) if own else fix)
+            answer = entry.answer(error.context)
+            fix = " ".join(own[1].split()) if own else answer.fix
+            found[entry.id] = Found(entry, error.line, times, answer.cause, fix, answer.possible)
     return list(found.values())
 
 

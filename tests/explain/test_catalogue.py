@@ -865,6 +865,10 @@ cause = '''
 it is
 another cause.'''
 fix = "`fp16=True`"
+
+[[some-error.cases]]
+cause = "it may be this one."
+fix = "`tf32=False`"
 """
 
 
@@ -879,7 +883,10 @@ def test_an_entry_is_read_with_all_its_fields():
             kind="warning",
             link="https://github.com/a/b/issues/1",
             level="family",
-            cases=(Case(("train.py", "its words"), "it is another cause.", "`fp16=True`"),),
+            cases=(
+                Case("it is another cause.", "`fp16=True`", ("train.py", "its words")),
+                Case("it may be this one.", "`tf32=False`"),
+            ),
         )
     }
 
@@ -895,11 +902,10 @@ def test_an_entry_is_read_with_all_its_fields():
         ('"`bf16=True`"', '""', "[some-error]: fix must be a non-empty string"),
         ('"`bf16=True`"', "true", "[some-error]: fix must be a non-empty string"),
         ('"family"', '"any"', "[some-error]: level must be one of message, family, wording, got 'any'"),
-        ("[[some-error.cases]]", "[some-error.cases]", "[some-error]: cases must be a list of tables"),
-        ('evidence = ["train.py", "its words"]', "", "[some-error], cases: evidence is missing"),
+        ('fix = "`fp16=True`"', "", "[some-error], cases: fix is missing"),
         ('["train.py", "its words"]', '"a"', "[some-error], cases: evidence must be a non-empty list of strings"),
         ("it is\nanother cause.", "", "[some-error], cases: cause must be a non-empty string"),
-        ("evidence", "evidense", "[some-error], cases: evidence is missing"),
+        ("evidence", "evidense", "[some-error], cases: evidense is not a field; expected cause, fix, evidence"),
         ('"warning"', '"fatal"', "[some-error]: kind must be one of error, launcher, warning, hint, got 'fatal'"),
         (
             "link =",
@@ -922,6 +928,8 @@ def test_what_is_not_a_table_is_named():
     entry, _, _ = ENTRY.partition("[[")
     with pytest.raises(ValueError, match=r"\[some-error\], cases: must be a table"):
         parse_entries(f"{entry}cases = [1]")
+    with pytest.raises(ValueError, match=r"\[some-error\]: cases must be a list of tables"):
+        parse_entries(f"{entry}[some-error.cases]")
 
 
 def test_all_refusals_and_warnings_are_in_it():
