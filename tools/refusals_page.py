@@ -173,8 +173,16 @@ def _error(entry: Entry) -> list[str]:
         lines += ["Also: " + ", ".join(map(_code, others)) + ".", ""]
     lines += _answer(entry.cause, entry.fix)
     for case in entry.cases:
-        lines += ["With " + " or ".join(_code(text.strip()) for text in case.evidence) + " in the text:", ""]
-        lines += _answer(case.cause, case.fix)
+        if case.evidence:
+            lines += ["With " + " or ".join(_code(text.strip()) for text in case.evidence) + " in the text:", ""]
+            lines += _answer(case.cause, case.fix)
+    possible = [case for case in entry.cases if not case.evidence]
+    if possible:
+        lines += ["Possible causes, the most frequent first:", ""]
+        for case in possible:
+            sentence = case.cause[:1].upper() + case.cause[1:]
+            lines += [f"- {sentence} **Write:** {case.fix.replace(SWAP, 'a safe trainer, as above')}"]
+        lines += [""]
     link = re.sub(r"https://github.com/[\w-]+/([\w.-]+)/(?:issues|pull)/(\d+).*", r"\1#\2", entry.link or "")
     upstream = f"; upstream: [{link}]({entry.link})" if entry.link else ""
     return [*lines, f"Id: `{entry.id}`{upstream}.", ""]

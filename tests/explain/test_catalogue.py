@@ -821,6 +821,7 @@ def test_an_entry_finds_its_own_texts_and_no_other_does(entry):
 @pytest.mark.parametrize("entry", UPSTREAM.values(), ids=lambda entry: entry.id)
 def test_an_entry_says_why_and_what_to_write(entry):
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", entry.id)
+    assert sum(not case.evidence for case in entry.cases) != 1, "one possible cause is the cause"
     for said in (entry, *entry.cases):
         assert said.cause.endswith(".")
         assert said.fix

@@ -196,6 +196,22 @@ def test_the_cause_follows_the_evidence_around_a_message():
     assert (every.cause, every.fix) == (other.entry.cases[0].cause, other.entry.cases[0].fix)
 
 
+def test_the_possible_causes_are_listed_where_no_evidence_decides():
+    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    frame = '  File "/env/transformers/trainer.py", line 9, in evaluation_loop\n'
+    every = [case for case in entries()["out-of-memory"].cases if not case.evidence]
+    (unknown,), (known,) = explain(message).found, explain(f"Traceback:\n{frame}{message}").found
+    assert list(unknown.possible) == every
+    assert len(every) > 2
+    assert known.possible == ()
+    said, *causes = report(explain(message)).verdicts
+    assert "does not tell" in said.what
+    assert [(verdict.what, str(verdict.fix)) for verdict in causes] == [
+        (f"possible cause: {case.cause}", case.fix) for case in every
+    ]
+    assert "does not tell" not in report(explain(f"Traceback:\n{frame}{message}")).verdicts[0].what
+
+
 def test_an_assertion_without_a_message_is_found_by_its_condition():
     frames = '  File "/u/peft/model.py", line 9, in f\n    assert {}\n'
     assert first(f"Traceback (most recent call last):\n{frames.format('self.model is not None')}AssertionError\n") == (
