@@ -42,7 +42,8 @@ from safe_trainers.testing import fp16_on_cpu
 
 PARTS = ("families", "curves", "cost")
 RESULT = Path(__file__).parent / "results" / "experts.json"
-TRAINING = 120
+TRAINING = 600
+"""Steps after which the experts of a layer differ; after 120 they are alike, and a flip changes little."""
 ROWS, TOKENS, PROMPT = 128, 64, 16
 """Few tokens have a flip, and the largest mismatch of few of them is not that of many."""
 GAPS = ("off", "rollout")
