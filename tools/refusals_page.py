@@ -12,7 +12,7 @@ from evidence_page import crash_kinds
 from safe_trainers.core.errors import REFUSALS, WARNINGS, Finding, Problem
 from safe_trainers.core.errors import Fix as Line
 from safe_trainers.explain.catalogue import hits, own_entries
-from safe_trainers.explain.entry import Entry, squeeze
+from safe_trainers.explain.entry import Case, Entry, squeeze
 from safe_trainers.explain.known_errors import upstream_entries
 
 
@@ -171,26 +171,33 @@ def _error(entry: Entry) -> list[str]:
     lines = [f"({entry.id})=", f"### {_code(first)}", ""]
     if others:
         lines += ["Also: " + ", ".join(map(_code, others)) + ".", ""]
-    lines += _answer(entry.cause, entry.fix)
-    for case in entry.cases:
-        if case.evidence:
-            lines += ["With " + " or ".join(_code(text.strip()) for text in case.evidence) + " in the text:", ""]
-            lines += _answer(case.cause, case.fix)
-    possible = [case for case in entry.cases if not case.evidence]
-    if possible:
-        lines += ["Possible causes, the most frequent first:", ""]
-        for case in possible:
-            sentence = case.cause[:1].upper() + case.cause[1:]
-            lines += [f"- {sentence} **Write:** {case.fix.replace(SWAP, 'a safe trainer, as above')}"]
-        lines += [""]
+    lines += _answers(entry)
     link = re.sub(r"https://github.com/[\w-]+/([\w.-]+)/(?:issues|pull)/(\d+).*", r"\1#\2", entry.link or "")
     upstream = f"; upstream: [{link}]({entry.link})" if entry.link else ""
     return [*lines, f"Id: `{entry.id}`{upstream}.", ""]
 
 
-def _answer(cause: str, fix: str) -> list[str]:
-    means = f"{cause[:1].upper()}{cause[1:]}".rstrip(".")
-    return [f"**Means:** {means}.", "", f"**Write:** {fix.replace(SWAP, 'a safe trainer, as above')}", ""]
+def _answers(said: Entry | Case) -> list[str]:
+    """What an entry or a case means, its possible causes, and its cases with evidence."""
+    lines = [f"**Means:** {_sentence(said.cause)}", "", f"**Write:** {_written(said.fix)}", ""]
+    possible = [case for case in said.cases if not case.evidence]
+    if possible:
+        lines += ["Possible causes, the most frequent first:", ""]
+        lines += [f"- {_sentence(case.cause)} **Write:** {_written(case.fix)}" for case in possible]
+        lines += [""]
+    for case in said.cases:
+        if case.evidence:
+            lines += ["With " + " or ".join(_code(text.strip()) for text in case.evidence) + " in the text:", ""]
+            lines += _answers(case)
+    return lines
+
+
+def _sentence(cause: str) -> str:
+    return cause[:1].upper() + cause[1:]
+
+
+def _written(fix: str) -> str:
+    return fix.replace(SWAP, "a safe trainer, as above")
 
 
 def _foot(source: str) -> list[str]:

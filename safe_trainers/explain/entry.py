@@ -31,11 +31,17 @@ class Case:
         fix: The line to write or to run.
         evidence: Words of the text, such as a file in a frame of the traceback, that decide for this cause; one of
             them is enough. Without any, the cause is possible wherever no evidence decides for another.
+        cases: The causes of this case, if it has several itself.
     """
 
     cause: str
     fix: str
     evidence: tuple[str, ...] = ()
+    cases: "tuple[Case, ...]" = ()
+
+    def fits(self, text: str) -> bool:
+        """Whether a text, which is in lower case, has its evidence."""
+        return any(words.casefold() in text for words in self.evidence)
 
 
 class Answer(NamedTuple):
@@ -92,10 +98,10 @@ class Entry:
 
     def answer(self, text: str) -> Answer:
         """Returns the answer to a text, which is in lower case and has the frames of its tracebacks."""
-        for case in self.cases:
-            if any(words.casefold() in text for words in case.evidence):
-                return Answer(case.cause, case.fix)
-        return Answer(self.cause, self.fix, tuple(case for case in self.cases if not case.evidence))
+        said: Entry | Case = self
+        while decided := next((case for case in said.cases if case.fits(text)), None):
+            said = decided
+        return Answer(said.cause, said.fix, tuple(case for case in said.cases if not case.evidence))
 
     def places(self, squeezed: str) -> Iterator[tuple[int, int, int]]:
         """Finds the entry's messages in a log.

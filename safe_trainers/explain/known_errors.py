@@ -14,7 +14,6 @@ WORDINGS = "wordings.toml"
 
 _REQUIRED = ("package", "messages", "cause", "fix")
 _OPTIONAL = ("kind", "link", "level", "cases")
-_OF_A_CASE = ("cause", "fix")
 
 
 @cache
@@ -55,16 +54,23 @@ def _entry(entry_id: str, table: Any, file: str) -> Entry:
     for name, allowed in (("kind", get_args(Kind)), ("level", get_args(Level))):
         if table.get(name, allowed[0]) not in allowed:
             raise ValueError(f"{place}: {name} must be one of {', '.join(allowed)}, got {table[name]!r}")
+    prose = {name: _wrapped(table[name]) for name in ("cause", "fix")}
+    cases = _cases(table, place)
+    return Entry(entry_id, **{**table, **prose, "messages": tuple(table["messages"]), "cases": cases})
+
+
+def _cases(table: dict[str, Any], place: str) -> tuple[Case, ...]:
+    """Makes the cases of an entry or of a case, or raises a ValueError if one is malformed."""
     cases = table.get("cases", [])
     if not isinstance(cases, list):
         raise ValueError(f"{place}: cases must be a list of tables")
+    place += ", cases"
     for case in cases:
-        _check(case, _OF_A_CASE, ("evidence",), f"{place}, cases")
-    made = tuple(
-        Case(_wrapped(case["cause"]), _wrapped(case["fix"]), tuple(case.get("evidence", ()))) for case in cases
+        _check(case, ("cause", "fix"), ("evidence", "cases"), place)
+    return tuple(
+        Case(_wrapped(case["cause"]), _wrapped(case["fix"]), tuple(case.get("evidence", ())), _cases(case, place))
+        for case in cases
     )
-    prose = {name: _wrapped(table[name]) for name in ("cause", "fix")}
-    return Entry(entry_id, **{**table, **prose, "messages": tuple(table["messages"]), "cases": made})
 
 
 def _check(table: Any, required: Sequence[str], optional: Sequence[str], place: str) -> None:

@@ -51,6 +51,8 @@ _BUILT_IN = re.compile(
 )
 _ASSERTED = re.compile(r"(?:^|\s)(assert\b.*)")
 _END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
+_RAISE = re.compile(r"^[ \t>]+raise ((?:\w+\.)*\w+)\([rbuf]?(['\"])((?:(?!\2).)+)\2", re.MULTILINE)
+"""A line of source that raises an exception, which ends a traceback that was pasted without its message."""
 _LINK = re.compile(
     r"The above exception was the direct cause of the following exception"
     r"|During handling of the above exception, another exception occurred"
@@ -169,6 +171,9 @@ def explain(text: str) -> Explanation:
         The explanation; `found` is empty if the text contains no known message.
     """
     plain = clean(text)
+    if not _EXCEPTION.search(plain):
+        text += "".join(f"\n{name}: {message}" for name, _, message in _RAISE.findall(text)[-1:])
+        plain = clean(text)
     general = families(text)
     raised = list(_raised(plain, text, general))
     cause = _cause(raised)

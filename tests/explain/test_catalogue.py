@@ -818,11 +818,26 @@ def test_an_entry_finds_its_own_texts_and_no_other_does(entry):
         assert [hit.entry.id for hit in hits(squeeze(text.replace(ANY, "x y")), families("torch"))] == [entry.id]
 
 
+def every_case(said):
+    """An entry or a case, and all cases inside of it."""
+    return [said, *(inner for case in said.cases for inner in every_case(case))]
+
+
+def test_a_case_inside_of_a_case_is_decided_by_its_evidence():
+    inner, other = Case("it is within.", "`a`", ("inside",)), Case("or this.", "`b`")
+    outer = Case("it is outside.", "`c`", ("outside",), (inner, other, other))
+    entry = Entry("some-error", "torch", ("some message",), "a message.", "`d`", cases=(outer, other))
+    assert entry.answer("nowhere") == ("a message.", "`d`", (other,))
+    assert entry.answer("inside") == ("a message.", "`d`", (other,)), "the outer case decides first"
+    assert entry.answer("outside") == ("it is outside.", "`c`", (other, other))
+    assert entry.answer("outside, inside") == ("it is within.", "`a`", ())
+
+
 @pytest.mark.parametrize("entry", UPSTREAM.values(), ids=lambda entry: entry.id)
 def test_an_entry_says_why_and_what_to_write(entry):
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", entry.id)
-    assert sum(not case.evidence for case in entry.cases) != 1, "one possible cause is the cause"
-    for said in (entry, *entry.cases):
+    for said in every_case(entry):
+        assert sum(not case.evidence for case in said.cases) != 1, "one possible cause is the cause"
         assert said.cause.endswith(".")
         assert said.fix
         assert not said.fix.endswith(".")
@@ -870,6 +885,11 @@ fix = "`fp16=True`"
 [[some-error.cases]]
 cause = "it may be this one."
 fix = "`tf32=False`"
+
+[[some-error.cases.cases]]
+evidence = ["here"]
+cause = "it is within."
+fix = "`fp16=False`"
 """
 
 
@@ -886,7 +906,7 @@ def test_an_entry_is_read_with_all_its_fields():
             level="family",
             cases=(
                 Case("it is another cause.", "`fp16=True`", ("train.py", "its words")),
-                Case("it may be this one.", "`tf32=False`"),
+                Case("it may be this one.", "`tf32=False`", cases=(Case("it is within.", "`fp16=False`", ("here",)),)),
             ),
         )
     }
@@ -906,7 +926,7 @@ def test_an_entry_is_read_with_all_its_fields():
         ('fix = "`fp16=True`"', "", "[some-error], cases: fix is missing"),
         ('["train.py", "its words"]', '"a"', "[some-error], cases: evidence must be a non-empty list of strings"),
         ("it is\nanother cause.", "", "[some-error], cases: cause must be a non-empty string"),
-        ("evidence", "evidense", "[some-error], cases: evidense is not a field; expected cause, fix, evidence"),
+        ("evidence", "evidense", "[some-error], cases: evidense is not a field; expected cause, fix, evidence, cases"),
         ('"warning"', '"fatal"', "[some-error]: kind must be one of error, launcher, warning, hint, got 'fatal'"),
         (
             "link =",

@@ -196,6 +196,14 @@ def test_the_cause_follows_the_evidence_around_a_message():
     assert (every.cause, every.fix) == (other.entry.cases[0].cause, other.entry.cases[0].fix)
 
 
+def test_a_traceback_without_its_message_is_explained_by_the_line_that_raises():
+    frames = '  File "/u/train.py", line 9, in f\n    raise AssertionError("Torch not compiled with CUDA enabled")\n'
+    assert first(f"Traceback (most recent call last):\n{frames}") == first(
+        "AssertionError: Torch not compiled with CUDA enabled"
+    )
+    assert first(f"Traceback (most recent call last):\n{frames}KeyError: 'colour_of_the_sky'") != first(frames)
+
+
 def test_the_possible_causes_are_listed_where_no_evidence_decides():
     message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     frame = '  File "/env/transformers/trainer.py", line 9, in evaluation_loop\n'
