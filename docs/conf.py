@@ -53,7 +53,10 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
-LOOKED_UP = {"metrics", "errors", "refusals", "config"}
+LOOKED_UP = {
+    "metrics", "errors_torch", "errors_transformers", "errors_python", "errors_libraries",
+    "refusals", "config",
+}  # fmt: skip
 """Pages whose entries a search finds by any part of their heading."""
 
 

@@ -1,6 +1,7 @@
 """Writes the pages and figures of docs/ that are generated from code and results: `make docs`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import architecture_page
@@ -24,7 +25,7 @@ from families_page import families_page
 from gpu_page import gpu_page
 from growth_page import growth_page
 from recipes_page import recipes_page
-from refusals_page import errors_page, refusals_page
+from refusals_page import ERRORS, errors_page, known_errors_page, refusals_page
 from sampler_page import sampler_page
 from trainers_page import trainers_page
 from upstream_page import upstream_page
@@ -45,6 +46,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "cost_tables": cost_section.tables_page,
     "curves": curves_page.page,
     "errors": errors_page,
+    **{page: partial(known_errors_page, page) for page in ERRORS},
     "evidence": evidence_page.page,
     "experts": experts_page,
     "families": families_page,

@@ -103,28 +103,39 @@ def _entry(finding: Finding) -> list[str]:
     ]
 
 
+ERRORS = {
+    "errors_torch": ("of torch", ("torch",)),
+    "errors_transformers": ("of transformers", ("transformers",)),
+    "errors_python": ("of Python and the system", ("python", "system", "network", "pip", "pillow", "linker")),
+    "errors_libraries": ("of other libraries", ()),
+}
+"""The pages of known errors: what they are of, and their packages; the last has all others."""
+
+
 def errors_page() -> str:
-    """Returns `errors.md`: the errors of other packages that `safe-trainers explain` recognises."""
-    entries = upstream_entries()
-    wordings = [entry for entry in entries.values() if entry.level == "wording"]
-    packages = sorted({entry.package for entry in entries.values() if entry.level != "wording"})
+    """Returns `errors.md`: how to find an error of another package, and the errors of this one."""
+    listed = {page: ", ".join(f"`{name}`" for name in _packages(page)) for page in ERRORS}
     lines = [
         "# Error messages",
         "",
-        "Search this page for a part of your message, or let the command find it in a log:",
+        "Search the site for a part of your message, or let the command find it in a log:",
         "",
         "```console",
         'safe-trainers explain "ValueError: Attempting to unscale FP16 gradients."',
         "```",
         "",
         "It reads a message, a log file or a pipe (`python train.py 2>&1 | safe-trainers explain`), removes colours,",
-        "ranks and tracebacks, and prints the error that stopped the run, its cause and its fix. Messages with an id",
-        "in brackets are of this package: [refusals and warnings](refusals.md).",
+        "ranks and tracebacks, and prints the error that stopped the run, its cause and its fix. If the text does not",
+        "tell the cause, it prints the possible ones. Messages with an id in brackets are of this package:",
+        "[refusals and warnings](refusals.md).",
+        "",
+        "| messages | packages |",
+        "|---|---|",
+        *(f"| [{name[0].upper()}{name[1:]}]({page}.md) | {listed[page]} |" for page, (name, _) in ERRORS.items()),
         "",
         "**Dtype errors of stock TRL.** Most errors about two dtypes are fixed by replacing the trainer:",
-        "`from safe_trainers import SafeGRPOTrainer`. It places a cast where two dtypes meet. Entries below give "
-        "the line for",
-        "stock trainers too.",
+        "`from safe_trainers import SafeGRPOTrainer`. It places a cast where two dtypes meet. Entries of these pages",
+        "give the line for stock trainers too.",
         "",
         "## The most frequent",
         "",
@@ -134,20 +145,59 @@ def errors_page() -> str:
         "|---|---|",
         *(f"| {_linked(message)} | {count} |" for message, count in _frequent()),
         "",
+        "## Of safe-trainers",
+        "",
+        "Other errors of this package end with the line to write:",
+        "",
     ]
-    for package in packages:
-        group = [entry for entry in entries.values() if entry.package == package and entry.level != "wording"]
-        lines += [f"## {package}", ""]
-        lines += [line for entry in group for line in _error(entry)]
-    lines += ["## Wordings", "", "Sentences of any package of this field, where no entry above has the message:", ""]
-    lines += [line for entry in wordings for line in _error(entry)]
-    lines += ["## safe-trainers", "", "Other errors of this package end with the line to write:", ""]
     lines += [
         f"- `{key}`: {entry.cause}"
         for key, entry in sorted(own_entries().items())
         if key not in REFUSALS and key not in WARNINGS
     ]
     return "\n".join([*lines, *_foot("the catalogue of `safe-trainers explain`")]) + "\n"
+
+
+def known_errors_page(page: str) -> str:
+    """Returns a page of the errors that `safe-trainers explain` recognises.
+
+    Args:
+        page: Its key in `ERRORS`.
+    """
+    entries = [entry for entry in upstream_entries().values() if entry.level != "wording"]
+    lines = [
+        f"# Error messages {ERRORS[page][0]}",
+        "",
+        "What [`safe-trainers explain`](errors.md) prints. *Possible causes* are those of a message that does not",
+        "tell its cause. *A safe trainer* stands for",
+        "`from safe_trainers import SafeGRPOTrainer`, which places a cast where two dtypes meet.",
+        "",
+    ]
+    for package in _packages(page):
+        lines += [f"## {package}", ""]
+        lines += [line for entry in entries if entry.package == package for line in _error(entry)]
+    if page == "errors_python":
+        wordings = [entry for entry in upstream_entries().values() if entry.level == "wording"]
+        lines += [
+            "## Wordings",
+            "",
+            "Sentences of any package of this field, where no other entry has the message:",
+            "",
+        ]
+        lines += [line for entry in wordings for line in _error(entry)]
+    return "\n".join([*lines, *_foot("the catalogue of `safe-trainers explain`")]) + "\n"
+
+
+def _packages(page: str) -> list[str]:
+    """Returns the packages whose errors a page has."""
+    every = sorted({entry.package for entry in upstream_entries().values() if entry.level != "wording"})
+    named = [package for _, packages in ERRORS.values() for package in packages]
+    return [package for package in every if package in ERRORS[page][1] or not (ERRORS[page][1] or package in named)]
+
+
+def _page_of(entry: Entry) -> str:
+    """Returns the page of an error."""
+    return "errors_python" if entry.level == "wording" else next(p for p in ERRORS if entry.package in _packages(p))
 
 
 def _frequent() -> list[tuple[str, int]]:
@@ -159,7 +209,7 @@ def _linked(message: str) -> str:
     """A message as code, linked to the entry that explains it."""
     found = hits(squeeze(message.replace("...", "x")))
     code = _code(message.replace("|", "\\|"))
-    return f"[{code}](#{found[0].entry.id})" if found else code
+    return f"[{code}]({_page_of(found[0].entry)}.md#{found[0].entry.id})" if found else code
 
 
 def _code(text: str) -> str:
@@ -197,7 +247,7 @@ def _sentence(cause: str) -> str:
 
 
 def _written(fix: str) -> str:
-    return fix.replace(SWAP, "a safe trainer, as above")
+    return fix.replace(SWAP, "a safe trainer")
 
 
 def _foot(source: str) -> list[str]:
