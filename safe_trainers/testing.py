@@ -26,6 +26,7 @@ from .media.inputs import MediaInputs
 from .model.inventory import take_inventory
 from .model.parts import MATMUL_LEAVES, find_parts, is_quantized, unwrap
 from .numerics import loss_scale
+from .numerics.overflow_fix import DIAGNOSED
 from .trainer.mixin import PrecisionMixin
 
 
@@ -91,7 +92,7 @@ class ComputeProbe:
     """Records the dtypes in which parts of a model compute, by phase.
 
     The compute dtype is read from a layer's output: a matrix product returns autocast's dtype under autocast, and the
-    dtype of its weights without it.
+    dtype of its weights without it. What is computed in float32 for a diagnosis is left out.
 
     Attributes:
         seen: Output dtypes by part (a tower's name or `"text"`) and phase (`"rollout"`, `"scoring"` or `"training"`).
@@ -130,7 +131,7 @@ class ComputeProbe:
         for name, module in {**parts.towers, "text": parts.text}.items():
             leaf = _first_leaf(module)
             if leaf is not None:
-                handles.append(leaf.register_forward_hook(self._recorder(name)))
+                handles.append(leaf.register_forward_hook(self._recorder(name, unwrap(trainer.model))))
         method = getattr(trainer, ROLLOUT_METHOD, None)
         if method is not None:
 
@@ -149,8 +150,10 @@ class ComputeProbe:
                 handle.remove()
             vars(trainer).pop(ROLLOUT_METHOD, None)
 
-    def _recorder(self, name: str) -> Any:
+    def _recorder(self, name: str, model: nn.Module) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
+            if model in DIAGNOSED:
+                return
             phase = "rollout" if self._rollout_depth else "training" if torch.is_grad_enabled() else "scoring"
             self.seen[name][phase].add(from_torch(output.dtype))
 

@@ -87,7 +87,7 @@ class _Call:
             if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] not in (entries, number):
                 return value
             pieces = value.split(repeats.sizes if value.shape[0] == entries else [1] * number)
-            return torch.cat([pieces[index] for index in repeats.distinct])
+            return _joined([pieces[index] for index in repeats.distinct])
 
         return _Call(tuple(map(select, self.args)), {name: select(value) for name, value in self.kwargs.items()})
 
@@ -298,11 +298,17 @@ def _expand(value: Any, plan: Any, repeats: Repeats) -> Any:
         rows, by_image = plan
         sizes = [int(rows * size) for size in ([1] * len(repeats.distinct) if by_image else repeats.kept)]
         pieces = value.split(sizes)
-        return torch.cat([pieces[kind] for kind in repeats.kinds])
+        return _joined([pieces[kind] for kind in repeats.kinds])
     expanded = {name: _expand(entry, plan[name], repeats) for name, entry in (_entries(value) or {}).items()}
     if isinstance(value, (list, tuple)):
         return type(value)(*expanded.values()) if hasattr(value, "_fields") else type(value)(expanded.values())
     return with_entries(value, expanded)
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Joins tensors of one dtype. Under autocast, `cat` rejects the other half-precision dtype."""
+    with torch.autocast(pieces[0].device.type, enabled=False):
+        return torch.cat(list(pieces))
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:

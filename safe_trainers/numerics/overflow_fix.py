@@ -5,6 +5,7 @@ Runs the forward pass that overflowed again with one more module in float32 each
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ Rerun = Callable[[Watch], torch.Tensor]
 Attempt = Callable[[], tuple[str | None, bool] | None]
 """Computes something again, and returns the first module that is still wrong and whether the result is right; `None`
 if it could not be computed."""
+
+DIAGNOSED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Base models that compute with modules in float32 at this moment, to find or to measure a fault of float16."""
 
 TRIES = 32
 """Largest number of modules tried in float32."""
@@ -205,11 +209,13 @@ def computing_in_float32(model: nn.Module, names: Sequence[str]) -> Iterator[Non
     before = [(layer, layer.compute_dtype) for layer in packed]
     held = [(parameter, parameter.data) for module in modules.values() for parameter in module.parameters()]
     try:
+        DIAGNOSED.add(unwrap(model))
         decisions = fp32_modules.decide(model, modules)
         fp32_modules.guard(model, modules)
         apply_casts(model, decisions)
         yield
     finally:
+        DIAGNOSED.discard(unwrap(model))
         for parameter, data in held:
             parameter.data = data
         for layer, dtype in before:

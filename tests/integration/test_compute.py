@@ -2,15 +2,19 @@
 
 import cells
 import pytest
+import torch
 from cells import Cell
 
-from safe_trainers.testing import ComputeProbe
+from safe_trainers.testing import ComputeProbe, fp16_on_cpu
 from upstream import generate_asks_the_tower_first
 
 
 def probed(cell, safe, **changes):
     made = cells.arguments(cell, cells.PLAIN[cell.task], **changes)
-    trainer = (cells.SAFE if safe else cells.STOCK)[cell.task](**made)
+    return trained((cells.SAFE if safe else cells.STOCK)[cell.task](**made))
+
+
+def trained(trainer):
     probe = ComputeProbe()
     with probe.attached(trainer):
         trainer.train()
@@ -44,6 +48,19 @@ def test_rollout_scoring_and_training_compute_alike(cell):
     assert set(probe.seen) == {"text", "vision_tower", "multi_modal_projector"}
     for seen in probe.seen.values():
         assert set().union(*seen.values()) == {COMPUTE[cell.weights, cell.flag]}
+    assert probe.disagreements == []
+
+
+def test_what_a_diagnosis_computes_in_float32_is_not_of_the_run():
+    """Gradients of this run underflow float16, and a loss is computed again in float32 to count them."""
+    cell = Cell("text", "sft", "fp32", "fp16")
+    made = cells.arguments(cell, cells.SAFE_CONFIG["sft"], loss_scale_init=2.0**-16)
+    trainer, dtypes = fp16_on_cpu(cells.SAFE["sft"])(**made), set()
+    layer = next(module for name, module in trainer.model.named_modules() if name.endswith("q_proj"))
+    layer.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    probe = trained(trainer)
+    assert dtypes == {torch.float16, torch.float32}
+    assert probe.seen["text"]["training"] == {"float16"}
     assert probe.disagreements == []
 
 

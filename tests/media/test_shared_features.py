@@ -12,6 +12,7 @@ from policing import reset_accelerate
 from torch.overrides import TorchFunctionMode
 
 from safe_trainers import SafeGRPOConfig, SafeRLOOConfig
+from safe_trainers.media import shared_features
 from safe_trainers.media.shared_features import SAMPLED, SharedFeatures, find_repeats
 from safe_trainers.model.parts import find_parts
 
@@ -74,6 +75,20 @@ def test_other_trainers_and_precisions(task, weights, flag):
     *off, _ = train(build(cell, "off"))
     *on, _ = train(build(cell, "identical"))
     assert on == off
+
+
+def test_tensors_in_the_other_half_precision_than_autocast_are_divided():
+    """Under autocast to bfloat16, `torch.cat` rejects float16."""
+    repeats = shared_features.Repeats((1, 1, 1), (0, 2), (0, 0, 1))
+    images = torch.tensor([[1.0], [1.0], [2.0]], dtype=torch.float16)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="ScalarType"):
+            torch.cat([images, images])
+        (few,) = shared_features._Call((images,), {}).selected(repeats).args
+        every = shared_features._expand(few, (1.0, True), repeats)
+    assert few.tolist() == [[1.0], [2.0]]
+    assert torch.equal(every, images)
+    assert every.dtype == torch.float16
 
 
 def test_a_known_shape_is_computed_for_distinct_images_only():
