@@ -698,6 +698,23 @@ IN_SOURCE = {
     "tokenizer-call-is-faster": "transformers/tokenization_utils_base.py",
     "tokens-of-config-aligned": "transformers/trainer_utils.py",
     "trl-vllm-release": "trl/import_utils.py",
+    "best-model-strategies-differ": "transformers/training_args.py",
+    "data-set-cached-elsewhere": "datasets/builder.py",
+    "data-set-with-a-transform": "trl/trainer/sft_trainer.py",
+    "fsdp-without-processes": "transformers/trainer.py",
+    "generation-settings-in-the-config": "transformers/configuration_utils.py",
+    "images-cut-by-max-length": "trl/trainer/sft_trainer.py",
+    "iterable-data-set-dispatched": "trl/trainer/grpo_trainer.py",
+    "lora-all-modules-excluded": "peft/tuners/tuners_utils.py",
+    "masks-without-labels": "trl/trainer/sft_trainer.py",
+    "one-accelerator-for-two-engines": "accelerate/accelerator.py",
+    "prompts-not-conversational-with-images": "trl/trainer/grpo_trainer.py",
+    "reference-not-kept": "trl/trainer/dpo_trainer.py",
+    "reward-model-labels": "trl/trainer/reward_trainer.py",
+    "rewards-of-another-number": "trl/trainer/grpo_trainer.py",
+    "router-loss-without-router": "trl/trainer/sft_trainer.py",
+    "teacher-of-another-vocabulary": "trl/trainer/distillation_trainer.py",
+    "trl-server-not-for-training": "trl/generation/vllm_client.py",
 }
 """Where the message stands in the installed packages, if raising it needs a network, a GPU or a large model."""
 
