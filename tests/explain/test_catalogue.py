@@ -715,6 +715,12 @@ IN_SOURCE = {
     "router-loss-without-router": "trl/trainer/sft_trainer.py",
     "teacher-of-another-vocabulary": "trl/trainer/distillation_trainer.py",
     "trl-server-not-for-training": "trl/generation/vllm_client.py",
+    "stop-words-without-tokenizer": "transformers/generation/utils.py",
+    "embeds-and-ids": "transformers/generation/utils.py",
+    "fsdp-with-deepspeed": "transformers/trainer.py",
+    "sdpa-not-supported-by-model": "transformers/modeling_utils.py",
+    "no-reward-source": "trl/trainer/grpo_trainer.py",
+    "adapter-name-taken": "peft/peft_model.py",
 }
 """Where the message stands in the installed packages, if raising it needs a network, a GPU or a large model."""
 
