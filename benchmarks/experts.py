@@ -118,6 +118,7 @@ def families(names: tuple[str, ...], training: int) -> Iterator[list[dict[str, A
     for family in names:
         started, model = time.perf_counter(), build(family)
         loss = learn(model, family, training)
+        exact = evaluated(model, family, "fp32", "off")["logp_mismatch_mean"]
         rows = []
         for precision in ("bf16", "fp16"):
             found: dict[str, Any] = {replay: evaluated(model, family, precision, replay) for replay in GAPS}
@@ -125,7 +126,7 @@ def families(names: tuple[str, ...], training: int) -> Iterator[list[dict[str, A
                 found["fp32_head"] = {
                     replay: evaluated(model, family, precision, replay, fp32_modules=[HEAD]) for replay in GAPS
                 }
-            rows.append({"family": family, "precision": precision, "loss": round(loss, 3), **found})
+            rows.append({"family": family, "precision": precision, "loss": round(loss, 3), "fp32": exact, **found})
             off, on = found["off"], found["rollout"]
             print(
                 f"{family:16} {precision} flips {off['router_flip_frac']:.2%} {on['router_flip_frac']:.2%}, tokens "

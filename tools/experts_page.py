@@ -9,6 +9,8 @@ from fragments import results
 
 Row = dict[str, Any]
 NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+NOT_ROUNDING = 0.5
+"""A mismatch in float32 of this share of that in half precision is not due to rounding."""
 WINDOW = 4
 """Last rollouts of a run that its mean reward is of."""
 
@@ -129,6 +131,12 @@ def _families(measured: Row) -> list[str]:
                 f"{on['logp_mismatch_mean']:.1e} | {off['logp_mismatch_max']:.1e} | {on['logp_mismatch_max']:.1e} |"
             )
         lines += ["", *_summary(found), ""]
+    other = sorted(
+        {row["family"] for row in rows if row.get("fp32", 0.0) > NOT_ROUNDING * row["off"]["logp_mismatch_mean"]}
+    )
+    if other:
+        names = ", ".join(f"`{name}`" for name in other)
+        lines += [*_filled(f"Not due to precision: {names} generate and score differently in float32 too."), ""]
     return lines + _float32_head([row for row in rows if "fp32_head" in row])
 
 
