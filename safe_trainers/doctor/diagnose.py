@@ -194,9 +194,13 @@ def _cause(name: str, outcome: Outcome) -> tuple[str, Fix]:
     if outcome.ended:
         return outcome.ended, run_command(f"pip install --force-reinstall --no-deps {outcome.at or name}")
     explanation = explain(outcome.said)
-    known = [found for found in explanation.found if found.entry.kind == "error"]
+    errors = (found for found in explanation.found if found.entry.kind == "error" and not found.entry.general)
+    known = next(errors, None)
     if explanation.explained and known:
-        return f"{explanation.subject} ({known[0].entry.id}): {known[0].entry.cause}", Fix(known[0].fix)
+        cause, written = f"{explanation.subject} ({known.entry.id}): {known.cause}", known.fix
+        if known.possible:
+            cause, written = f"{cause} The most frequent cause: {known.possible[0].cause}", known.possible[0].fix
+        return cause, Fix(written)
     where = f", raised in {outcome.at}" if outcome.at and outcome.at != module else ""
     return f"{explanation.subject or 'no error message'}{where}", fix
 
