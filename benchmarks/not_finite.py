@@ -45,7 +45,7 @@ STEPS, SPOILED = 4, 1
 TASKS = ("sft", "grpo", "rloo", "reward")
 PRECISIONS = {"fp32": ("fp32", None), "bf16": ("fp32", "bf16"), "pure bf16": ("bf16", None), "fp16": ("fp32", "fp16")}
 VALUES = {"nan": math.nan, "inf": math.inf}
-REPORTS = ("step-skipped", "weights-not-finite", "logps-not-finite")
+REPORTS = ("weights-not-finite", "logps-not-finite", "infinite-rewards-ignored")
 OUTCOMES = ("stopped", "skipped", "reported", "unharmed", "excluded", "silent")
 
 
@@ -232,11 +232,11 @@ def run(place: str, value: str, task: str, precision: str, safe: bool) -> dict[s
     skips = [entry["precision/skipped_steps"] for entry in log if "precision/skipped_steps" in entry]
     finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
     said = [str(w.message) for w in caught if issubclass(w.category, PrecisionWarning)]
-    ids = {found for found in REPORTS if any(f"[{found}]" in text for text in said)}
+    ids = {found for found in ("step-skipped", *REPORTS) if any(f"[{found}]" in text for text in said)}
     outcome = "silent"
     if finite and skips and skips[-1] > 0 and ("step-skipped" in ids or precision == "fp16"):
         outcome = "skipped"
-    elif ids & {"weights-not-finite", "logps-not-finite"}:
+    elif ids & set(REPORTS):
         outcome = "reported"
     elif finite and place == "reward" and value == "nan":
         outcome = "excluded"
