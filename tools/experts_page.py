@@ -12,8 +12,8 @@ NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 NOT_ROUNDING = 0.5
 """A mismatch in float32 of this share of that in half precision is not due to rounding."""
 REASONS = {
-    "hunyuan_v1_moe": "It normalises queries and keys after their rotation, so that its positions are absolute, and TRL "
-    "scores left-padded prompts without `position_ids`, which `generate` passes. With them the two agree.",
+    "hunyuan_v1_moe": "It normalises queries and keys after their rotation, so that its positions are absolute, and "
+    "TRL scores left-padded prompts without `position_ids`, which `generate` passes. With them the two agree.",
 }
 """Why a family generates and scores differently in float32."""
 WINDOW = 4
