@@ -7,6 +7,14 @@ from pathlib import Path
 
 
 TESTS = Path(__file__).parent
+ENDING = """
+import os as _os
+import torch.distributed as _distributed
+_distributed.barrier()
+_os._exit(0)
+"""
+"""Ends both processes together, without the destructors of gloo's threads: on a busy machine these may abort the process
+(`terminate called without an active exception`) after its work, with stock TRL too."""
 
 
 def environment(beside: str) -> dict[str, str]:
@@ -29,7 +37,7 @@ def run_in_two_processes(script: str, folder: Path, *arguments: str, beside: str
         beside: The file of the test, whose folder the script can import from.
     """
     path = folder / "script.py"
-    path.write_text(script)
+    path.write_text(script + ENDING)
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous, str(path)]
     done = subprocess.run(

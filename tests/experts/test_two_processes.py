@@ -9,7 +9,6 @@ from two_processes import run_in_two_processes
 SCRIPT = """
 import json, sys
 from pathlib import Path
-import torch
 sys.path.append(sys.argv[2])
 import test_expert_runs as runs
 
@@ -22,7 +21,6 @@ for replay in ("off", "rollout"):
     log = trainer.state.log_history[0] if rank == 0 else {}
     found[replay] = {"flips": watch.flips, "seen": watch.seen, "log": log}
 (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-torch.distributed.destroy_process_group()
 """
 
 
