@@ -13,8 +13,8 @@ import torch.distributed as _distributed
 _distributed.barrier()
 _os._exit(0)
 """
-"""Ends both processes together, before the interpreter does: a thread of gloo that releases a tensor after that asks for
-the interpreter's lock and aborts the process (`terminate called without an active exception`), with stock TRL too."""
+"""Ends both processes together, before the interpreter does: a thread of gloo that releases a tensor after that asks
+for the interpreter's lock and aborts the process (`terminate called without an active exception`, pytorch 179291)."""
 
 
 def environment(beside: str) -> dict[str, str]:
