@@ -1,9 +1,8 @@
 """The embedded recipe in fp16, with a real autocast and loss scaler: it learns there what it learns elsewhere."""
 
-import importlib.util
-from pathlib import Path
 from statistics import fmean
 
+import benchmark_modules
 import pytest
 from policing import reset_accelerate
 from rich.console import Console
@@ -14,7 +13,6 @@ from safe_trainers.recipes.load import read_recipe
 from safe_trainers.testing import fp16_on_cpu
 
 
-ROOT = Path(__file__).parent.parent.parent
 RECIPE = "recipes/grpo/tiny_vlm_bf16.yaml"
 FP16 = ["--bf16", "false", "--fp16", "true", "--dtype", "float16"]
 
@@ -39,11 +37,9 @@ def test_the_recipe_in_fp16_is_real(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_the_recipe_learns_as_much_in_fp16_as_in_fp32_and_bf16():
+def test_the_recipe_learns_as_much_in_fp16_as_in_fp32_and_bf16(monkeypatch):
     """Each run in a process of its own: accelerate keeps one precision for the life of a process."""
-    spec = importlib.util.spec_from_file_location("bench_tiny_task", ROOT / "benchmarks" / "tiny_task.py")
-    tiny_task = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tiny_task)
+    tiny_task = benchmark_modules.load(monkeypatch, "tiny_task")
     means = {}
     for precision, name in tiny_task.PRECISIONS.items():
         command, recipe, overrides, seeds = tiny_task.RUNS[name]

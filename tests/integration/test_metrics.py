@@ -1,12 +1,11 @@
 """The mismatch of real rollouts in real trainers: what is logged is what a slow reference makes of the same tokens."""
 
 import contextlib
-import importlib.util
 import logging
 import math
 import warnings
-from pathlib import Path
 
+import benchmark_modules
 import cells
 import pytest
 import torch
@@ -759,12 +758,7 @@ def test_a_reward_weight_that_is_no_number_is_refused_where_stock_trains_on(weig
 
 def test_float16_on_both_sides_brings_them_together_and_in_the_trainer_alone_buys_nothing(monkeypatch):
     """The benchmark in small: a random model, 4 sequences of 128 tokens. The table is in docs/mismatch.md."""
-    file = Path(__file__).parent.parent.parent / "benchmarks" / "mismatch.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_mismatch", file)
-    benchmark = importlib.util.module_from_spec(spec)
-    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        monkeypatch.setenv(name, "")  # it sets them, for a process of its own
-    spec.loader.exec_module(benchmark)
+    benchmark = benchmark_modules.load(monkeypatch, "mismatch")
     pairs = [
         ("bf16", "bf16"),
         ("fp16", "fp16"),

@@ -1,33 +1,26 @@
 """The embedded recipes learn, and learn it from the pictures. `docs/tiny_task.md` has the same on three seeds."""
 
-import importlib.util
 import json
-from pathlib import Path
 from statistics import fmean
 
+import benchmark_modules
 import pytest
 
 from safe_trainers import tiny
 
 
-ROOT = Path(__file__).parent.parent.parent
+@pytest.fixture
+def tiny_task(monkeypatch):
+    return benchmark_modules.load(monkeypatch, "tiny_task")
 
 
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_tiny_task", ROOT / "benchmarks" / "tiny_task.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_made_from_the_measurements():
-    tiny_task = bench()
+def test_the_page_is_made_from_the_measurements(tiny_task):
     made = tiny_task.page(json.loads(tiny_task.RESULT.read_text()))
     assert tiny_task.PAGE.read_text() == made, "run: make bench-tiny"
 
 
-def test_the_committed_measurements_show_what_is_promised():
-    runs = json.loads(bench().RESULT.read_text())["runs"]
+def test_the_committed_measurements_show_what_is_promised(tiny_task):
+    runs = json.loads(tiny_task.RESULT.read_text())["runs"]
     assert all(len(seeds) == 3 for seeds in runs.values())
     assert all(r["after"] > 0.9 for r in runs["GRPO, LLaVA-like"])
     assert all(r["after"] == r["before"] for r in runs["GRPO, Aria-like, learning rate 0"])
@@ -38,8 +31,7 @@ def test_the_committed_measurements_show_what_is_promised():
     assert all(r["after"] - r["before"] >= 0.35 for r in runs["RLOO, Aria-like"])
 
 
-def test_the_committed_measurements_agree_in_every_precision():
-    tiny_task = bench()
+def test_the_committed_measurements_agree_in_every_precision(tiny_task):
     runs, names = json.loads(tiny_task.RESULT.read_text())["runs"], tiny_task.PRECISIONS.values()
     assert set(tiny_task.PRECISIONS) == {"bf16", "fp32", "fp16"}
     # It starts far below what it ends at: the agreement is of what was learned.
@@ -71,8 +63,7 @@ def test_no_constant_answer_does_well():
         ("Reward, text", lambda r: r["after"] > 0.9),
     ],
 )
-def test_it_holds_when_it_is_measured_again(name, holds):
-    tiny_task = bench()
+def test_it_holds_when_it_is_measured_again(tiny_task, name, holds):
     command, recipe, overrides, seeds = tiny_task.RUNS[name]
     measured = tiny_task.run(command, recipe, overrides, seeds[0])
     assert holds(measured), measured
