@@ -26,6 +26,7 @@ from ..policy.resolve import PrecisionPolicy
 from ..policy.settings import ALWAYS
 from ..rollout.alignment import RolloutAlignment
 from ..rollout.kept_casts import KeptCasts, float32_matrices, frozen
+from ..rollout.scoring_inputs import ScoringInputs
 from ..weights.cast import grouped
 from ..weights.quantized_layers import AS_LOADED, IN_FLOAT32, layer_of
 from .contract_watch import broken_guarantees
@@ -359,6 +360,13 @@ def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
     if kept:
         text = f"autocast keeps {_megabytes(kept)} of casts of frozen weights"
         yield "rollout", text, "stock casts these weights for every token"
+    if run.feature(RolloutAlignment).scale is not None:
+        yield "rollout", "scales logits as scoring does", "the forward pass leaves out the scale of the text model"
+    scoring = run.feature(ScoringInputs)
+    if scoring.positions:
+        yield "scoring", "gets position_ids without the padding", "the model has absolute positions"
+    if scoring.answers:
+        yield "scoring", "answers get the token type 1", "tokens of type 0 attend to later ones"
     if run.feature(SharedFeatures).shares:
         same = run.settings.share_media_features != ALWAYS
         yield "towers", "run once for equal images of a batch", "bit-identical features" if same else "asked for"

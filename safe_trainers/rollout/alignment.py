@@ -24,7 +24,7 @@ from ..policy.settings import NATIVE
 from ..weights.cast import weights_restored
 from ..weights.fp32_modules import covers_head
 from ..weights.merged import unmergeable
-from . import native_adapters, vllm, vllm_images
+from . import head_scaling, native_adapters, vllm, vllm_images
 from .static_cache import asks_for_cache, static_cache_in_one_dtype
 from .weight_sync import METRIC, PATIENCE, AdapterSync, ties_weights
 
@@ -40,6 +40,8 @@ class RolloutAlignment(Feature):
         sync: Merges adapters for each weight sync to vLLM; `None` if no adapters are merged.
         warnings: The warnings that `check` found at construction.
         synced_step: The optimizer step of the last weight sync to vLLM; `None` before the first.
+        scale: What rollouts do to the logits of the head, as scoring does and the model's own forward pass does not;
+            `None` if both agree.
     """
 
     def __init__(self, run: Run) -> None:
@@ -48,6 +50,7 @@ class RolloutAlignment(Feature):
         self.sync: AdapterSync | None = None
         self.warnings: tuple[Problem, ...] = ()
         self.synced_step: int | None = None
+        self.scale: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._is_native = False  # whether adapters are sent to vLLM as factors
         self._lossy_syncs = 0  # consecutive syncs that lost more than `sync_lost_limit`
 
@@ -137,7 +140,7 @@ class RolloutAlignment(Feature):
         return asked or covers_head(self.run.model, self.run.weights.fp32_modules)
 
     def ready(self) -> None:
-        """Wraps the weight sync of vLLM, and casts a reference model to the policy's dtypes."""
+        """Wraps the weight sync of vLLM, compares the heads, and casts a reference model to the policy's dtypes."""
         generation = getattr(self.run.trainer, "vllm_generation", None)
         if generation is not None:
             client = getattr(generation, "vllm_client", None)
@@ -153,6 +156,8 @@ class RolloutAlignment(Feature):
                 given = "a float32 head with use_vllm=True"
                 self.run.warn_once(warn("sampler-without-float32-head", given, dtype=self.sampler_dtype))
             _check_prompts_of(generation, None if llm is None else vllm_images.keep_image_tokens(llm))
+        elif self.run.coverage["rollout"].state == COVERED:
+            self.scale = head_scaling.left_out(self.run.model, getattr(self.run.trainer, "temperature", 1.0))
         reference = getattr(self.run.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):
             self._align_reference(reference)
@@ -240,8 +245,11 @@ class RolloutAlignment(Feature):
         """
         covered = self.run.coverage["rollout"].state == COVERED
         self.run.coverage.fired["rollout"] += covered
-        with self._rollout_context(covered), self._cache_context():
+        with self._rollout_context(covered), self._cache_context(), self._head_context():
             return call()
+
+    def _head_context(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.scale is None else head_scaling.applied(self.run.model, self.scale)
 
     def _cache_context(self) -> contextlib.AbstractContextManager[None]:
         model = unwrap(self.run.model)

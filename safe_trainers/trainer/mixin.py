@@ -42,6 +42,7 @@ from ..rollout.alignment import RolloutAlignment
 from ..rollout.correction import RolloutCorrection
 from ..rollout.kept_casts import KeptCasts
 from ..rollout.mismatch_meter import MismatchMeter, check_reward_weights
+from ..rollout.scoring_inputs import ScoringInputs
 from ..rollout.truncation import TruncationCorrection
 from ..weights import fp32_modules
 from ..weights.cast import weights_restored
@@ -81,6 +82,7 @@ class PrecisionMixin(ExactCheckpoints):
         SharedFeatures,
         RolloutAlignment,
         KeptCasts,
+        ScoringInputs,
         TruncationCorrection,
         RolloutCorrection,
         MismatchMeter,
@@ -254,7 +256,7 @@ class PrecisionMixin(ExactCheckpoints):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Computes log-probabilities of completions, inside the features' `around_scoring`."""
         names = ("model", "input_ids", "attention_mask", "logits_to_keep")
-        scored = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+        scored = dict(zip(names, args, strict=False)) | kwargs
         self._run.tell("before_scoring", scored)
         method = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         phase = scoring_phase(self._run, scored.get("model"))

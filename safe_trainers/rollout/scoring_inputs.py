@@ -1,0 +1,128 @@
+"""Gives scoring the positions and token types with which `generate` and vLLM compute the same tokens.
+
+TRL pads prompts on the left and scores them without `position_ids`. Models whose forward pass then counts the padding
+(GPT-2) score tokens at later positions than they were sampled at: `generate` passes positions without the padding, and
+vLLM has none. Models with rotary or relative positions give the same log-probabilities for both, and get TRL's inputs
+unchanged.
+
+TRL gives the tokens of completions and of labels the type 0. A model in which tokens of type 0 attend to later ones
+(PaliGemma's prompts) would predict each token from those that follow it. Tokens that are predicted get the type 1, as
+`generate` gives them.
+
+Both are asked of the model, with a few tokens, when the first completions are scored.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.feature import Feature, Run
+from ..model.sequence_trial import depends_on_shift, sees_future, takes
+from .mismatch import EPS
+from .vllm_images import marker_ids
+
+
+POSITIONS, TYPES = "position_ids", "token_type_ids"
+ANSWER = 1
+"""The token type of answers, of models that tell prompts and answers apart."""
+
+
+class ScoringInputs(Feature):
+    """Completes the inputs of forward passes that compute log-probabilities.
+
+    Attributes:
+        positions: Whether positions are passed to scoring; `None` before the first scoring.
+        answers: Whether tokens that are predicted get the type `ANSWER`; `None` while no batch has had token types.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.positions: bool | None = None
+        self.answers: bool | None = None
+        self._scored: Mapping[str, Any] = {}
+
+    def before_scoring(self, inputs: Mapping[str, Any]) -> None:
+        """Keeps the arguments of the scoring method, and asks the model in the first call."""
+        self._scored = inputs
+        if self.positions is None:
+            model = inputs.get("model")
+            self.positions = isinstance(model, nn.Module) and depends_on_shift(model, self._spacing)
+        self._ask_types(inputs.get("model"), inputs.get(TYPES))
+
+    def around_scoring(self, call: Callable[[], Any]) -> Any:
+        """Scores completions; the forward passes get positions and token types if the model depends on them."""
+        model, completion = self._scored.get("model"), self._scored.get("logits_to_keep")
+        self._scored = {}
+        if not (self.positions or self.answers) or not isinstance(model, nn.Module) or completion is None:
+            return call()
+        hook = partial(self._complete, int(completion))
+        handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            return call()
+        finally:
+            handle.remove()
+
+    def on_loss_inputs(self, inputs: Any) -> Any:
+        """Changes the token types of labels other than images, in trainers that compute their loss from labels.
+
+        Args:
+            inputs: The inputs of the loss.
+
+        Returns:
+            The inputs, or a copy of the mapping with changed token types.
+        """
+        types, labels = (inputs.get(name) if isinstance(inputs, Mapping) else None for name in (TYPES, "labels"))
+        if types is None or labels is None or labels.shape != types.shape:
+            return inputs
+        self._ask_types(self.run.model, types)
+        if not self.answers:
+            return inputs
+        predicted = labels != -100  # (B, T)
+        for token in marker_ids(self.run.model):
+            predicted &= labels != token
+        return {**inputs, TYPES: types.masked_fill(predicted, ANSWER)}
+
+    @property
+    def _spacing(self) -> float:
+        return EPS[self.run.policy.compute.text]
+
+    def _ask_types(self, model: Any, types: Any) -> None:
+        """Asks the model how it treats token types, in the first batch that has them."""
+        if self.answers is None and types is not None and isinstance(model, nn.Module):
+            leaks = sees_future(model, self._spacing, token_type=0)
+            self.answers = leaks and not sees_future(model, self._spacing, ANSWER)
+
+    def _complete(
+        self, completion: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Adds positions and token types to the arguments of a forward pass of B sequences of T tokens.
+
+        Args:
+            completion: Number of tokens at the end that are predicted.
+            model: The model.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
+        changed = dict(kwargs)
+        mask, types = kwargs.get("attention_mask"), kwargs.get(TYPES)
+        if self.positions and isinstance(mask, torch.Tensor) and mask.dim() == 2 and kwargs.get(POSITIONS) is None:
+            changed[POSITIONS] = positions_of(mask)
+        if self.answers and types is not None and takes(model, TYPES):
+            predicted = torch.arange(types.shape[1], device=types.device) >= types.shape[1] - completion  # (T,)
+            changed[TYPES] = types.masked_fill(predicted, ANSWER)
+        return args, changed
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    """Returns the positions of tokens without the padding, as `generate` counts them.
+
+    Args:
+        mask: The attention mask, (B, T): 1 for tokens and 0 for padding.
+
+    Returns:
+        The positions, (B, T) int64; 0 for padding on the left.
+    """
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
