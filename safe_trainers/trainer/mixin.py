@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from ..checkpoint.mixin import ExactCheckpoints
 from ..checkpoint.trainer_state import TrainerState
@@ -35,6 +35,7 @@ from ..numerics.not_finite import NotFinite
 from ..numerics.overflow_probe import OverflowProbe
 from ..numerics.step_monitor import StepMonitor
 from ..policy import distributed
+from ..policy.settings import PrecisionSettings
 from ..report.contract_watch import ContractWatch
 from ..report.profiler import Profiler, scoring_phase
 from ..report.reporter import Reporter
@@ -131,6 +132,8 @@ class PrecisionMixin(ExactCheckpoints):
             raise_if([*declared.problems, *distributed.engine_conflicts(arguments["args"], declared)])
             choose_load_dtype(arguments, declared)
             spell_dtype_for_trl(arguments["args"])
+            if isinstance(arguments["args"], PrecisionSettings):  # as newer releases of TRL do for all configs
+                set_seed(arguments["args"].seed)
         check_reward_weights(arguments.get("args"))
         arguments = move_quantization_config(signature, arguments)
         check_adapters(arguments.get("model"), arguments.get("peft_config"))

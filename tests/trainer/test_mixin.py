@@ -610,3 +610,19 @@ def test_a_trainer_that_skips_the_constructor_of_transformers_cannot_train():
     trainer = safe(model=tiny.build_model("text"), args=made["args"])
     with pytest.raises(ContractError, match="SafeOwnLoop cannot train: SFTTrainer was built without"):
         trainer.train()
+
+
+@pytest.mark.parametrize("task", cells.STABLE)
+def test_adapters_of_a_safe_config_depend_on_the_seed_alone(task):
+    """Older releases of TRL make adapters before the seed: upstream/trl_makes_adapters_before_the_seed.py."""
+
+    def adapter(seed: int, state: int) -> torch.Tensor:
+        made = cells.arguments(Cell("text", task, "fp32", None, lora=True), cells.SAFE_CONFIG[task], seed=seed)
+        made["peft_config"].init_lora_weights = True
+        torch.manual_seed(state)
+        trainer = cells.SAFE[task](**made)
+        return next(p for name, p in trainer.model.named_parameters() if "lora_A" in name).detach().clone()
+
+    first = adapter(seed=0, state=1)
+    assert torch.equal(first, adapter(seed=0, state=2))
+    assert not torch.equal(first, adapter(seed=1, state=1))
