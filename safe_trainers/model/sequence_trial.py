@@ -1,15 +1,17 @@
 """Asks a model how its log-probabilities depend on positions and token types, by running a few tokens through it."""
 
+import contextlib
 import inspect
 import itertools
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .parts import unwrap
+from .parts import is_quantized, unwrap
 from .trial_forward import is_loaded, undisturbed
 
 
@@ -17,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 LENGTH = 8
 """Tokens of the trial sequence."""
+FLOAT32_SPACING = 2.0**-23
+"""Spacing between the float32 numbers from 1 to 2."""
 SHIFT = 128
 """Distance between the positions that are compared, if the model has as many."""
 LARGEST_ROUNDING = 0.5
@@ -34,7 +38,7 @@ def takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(unwrap(model).forward).parameters
 
 
-def depends_on_shift(model: nn.Module, spacing: float) -> bool:
+def depends_on_shift(model: nn.Module, spacing: float, sharded: bool = False) -> bool:
     """Whether a model's log-probabilities change if all tokens are at later positions.
 
     They change with learned or absolute positions (GPT-2), and only by rounding with rotary or relative ones. TRL pads
@@ -44,6 +48,7 @@ def depends_on_shift(model: nn.Module, spacing: float) -> bool:
     Args:
         model: The model that is called, wrapped or not.
         spacing: The spacing of the run's compute dtype at 1.
+        sharded: Whether an engine shards the weights, so that the model has to be called as it is wrapped.
 
     Returns:
         The answer; `False` if the model takes no positions or cannot be asked.
@@ -55,8 +60,10 @@ def depends_on_shift(model: nn.Module, spacing: float) -> bool:
         return False
     device = next(model.parameters()).device
     positions = torch.arange(LENGTH, device=device)  # (T,)
-    logps = _log_probabilities(model, 2, {"position_ids": torch.stack([positions, positions + shift])})
-    return logps is not None and _differ(logps[0], logps[1], spacing)
+    inputs = {"position_ids": torch.stack([positions, positions + shift])}
+    exact = not sharded and _in_float32(model)
+    logps = _log_probabilities(model, 2, inputs, exact=exact)
+    return logps is not None and _differ(logps[0], logps[1], FLOAT32_SPACING if exact else spacing)
 
 
 def sees_future(model: nn.Module, spacing: float, token_type: int) -> bool:
@@ -77,7 +84,11 @@ def sees_future(model: nn.Module, spacing: float, token_type: int) -> bool:
 
 
 def _log_probabilities(
-    model: nn.Module, rows: int, inputs: Mapping[str, torch.Tensor], change_last: bool = False
+    model: nn.Module,
+    rows: int,
+    inputs: Mapping[str, torch.Tensor],
+    change_last: bool = False,
+    exact: bool = False,
 ) -> torch.Tensor | None:
     """Returns the log-probabilities of all tokens after each token of equal sequences, (B, T, V) float64.
 
@@ -86,6 +97,7 @@ def _log_probabilities(
         rows: Number of sequences, B.
         inputs: Further inputs of the model.
         change_last: Whether the last token of the last sequence is another one.
+        exact: Whether to compute in the dtype of the weights, although the forward pass is wrapped in autocast.
 
     Returns:
         The log-probabilities; `None` if the model cannot be run on text alone.
@@ -97,14 +109,22 @@ def _log_probabilities(
     another, ids = ids[0, -1], ids[:, :-1].repeat(rows, 1)  # (B, T)
     if change_last:
         ids[-1, -1] = another
+    base: Any = unwrap(model)
+    forward = partial(type(base).forward, base) if exact else model
+    context = torch.autocast(ids.device.type, enabled=False) if exact else contextlib.nullcontext()
     try:
-        with undisturbed(model):
-            output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs)
+        with undisturbed(model), context:
+            output = forward(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs)
         logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output[0]
     except Exception as error:
         logger.info("the trial of a sequence failed: %s: %s", type(error).__name__, error)
         return None
     return logits.double().log_softmax(-1)
+
+
+def _in_float32(model: nn.Module) -> bool:
+    """Whether all weights of a model are float32 and none is quantised."""
+    return all(not is_quantized(parameter) and parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, spacing: float) -> bool:

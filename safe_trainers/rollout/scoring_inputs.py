@@ -49,7 +49,8 @@ class ScoringInputs(Feature):
         self._scored = inputs
         if self.positions is None:
             model = inputs.get("model")
-            self.positions = isinstance(model, nn.Module) and depends_on_shift(model, self._spacing)
+            sharded = self.run.sharded is not None
+            self.positions = isinstance(model, nn.Module) and depends_on_shift(model, self._spacing, sharded)
         self._ask_types(inputs.get("model"), inputs.get(TYPES))
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:

@@ -82,6 +82,23 @@ def test_families_with_rotary_positions_get_no_others(family: str) -> None:
         assert not depends_on_shift(model, EPS["bfloat16"])
 
 
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+def test_small_effects_of_positions_are_found_under_autocast(autocast: torch.dtype) -> None:
+    """A norm after the rotation, as in HunYuan: the effect is smaller than the rounding of half precision."""
+    model = build("llama", RELATIVE["llama"])
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(_shift_by_position, with_kwargs=True)
+    wrapped = torch.autocast("cpu", autocast)(type(model).forward)
+    model.forward = functools.partial(wrapped, model)  # as accelerate wraps a model
+    assert depends_on_shift(model, EPS[str(autocast)[6:]])
+    assert not depends_on_shift(model, EPS[str(autocast)[6:]], sharded=True)  # it is called as it is wrapped
+
+
+def _shift_by_position(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    cos, sin = kwargs["position_embeddings"]
+    return args, {**kwargs, "position_embeddings": (cos * 1.001, sin)}
+
+
 def test_tokens_of_paligemmas_prompts_see_the_future_and_those_of_its_answers_do_not() -> None:
     model = families.build_model("paligemma")
     assert sees_future(model, EPS["float32"], token_type=0)
