@@ -132,9 +132,9 @@ class PrecisionMixin(ExactCheckpoints):
             raise_if([*declared.problems, *distributed.engine_conflicts(arguments["args"], declared)])
             choose_load_dtype(arguments, declared)
             spell_dtype_for_trl(arguments["args"])
-            given: Any = arguments["args"]
-            if isinstance(given, PrecisionSettings):  # as newer releases of TRL do for all configs
-                set_seed(given.seed)
+            seed = arguments["args"].seed
+            if isinstance(arguments["args"], PrecisionSettings):  # as newer releases of TRL do for all configs
+                set_seed(seed)
         check_reward_weights(arguments.get("args"))
         arguments = move_quantization_config(signature, arguments)
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
