@@ -9,7 +9,7 @@ TRL gives the tokens of completions and of labels the type 0. A model in which t
 (PaliGemma's prompts) would predict each token from those that follow it. Tokens that are predicted get the type 1, as
 `generate` gives them.
 
-Both are asked of the model, with a few tokens, when the first completions are scored.
+Both are asked of the model, with a few tokens, before the first rollout or loss.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,8 +34,8 @@ class ScoringInputs(Feature):
     """Completes the inputs of forward passes that compute log-probabilities.
 
     Attributes:
-        positions: Whether positions are passed to scoring; `None` before the first scoring.
-        answers: Whether tokens that are predicted get the type `ANSWER`; `None` while no batch has had token types.
+        positions: Whether positions are passed to scoring; `None` before the first rollout.
+        answers: Whether tokens that are predicted get the type `ANSWER`; `None` while the model has not been asked.
     """
 
     def __init__(self, run: Run) -> None:
@@ -44,14 +44,14 @@ class ScoringInputs(Feature):
         self.answers: bool | None = None
         self._scored: Mapping[str, Any] = {}
 
+    def before_rollout(self, prompt_ids: Any) -> None:
+        """Asks the model before the first rollout, while no feature records its forward passes."""
+        self._ask(self.run.model)
+
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
-        """Keeps the arguments of the scoring method, and asks the model in the first call."""
+        """Keeps the arguments of the scoring method, and asks the model if it has not generated."""
         self._scored = inputs
-        if self.positions is None:
-            model = inputs.get("model")
-            sharded = self.run.sharded is not None
-            self.positions = isinstance(model, nn.Module) and depends_on_shift(model, self._spacing, sharded)
-        self._ask_types(inputs.get("model"), inputs.get(TYPES))
+        self._ask(inputs.get("model"))
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions; the forward passes get positions and token types if the model depends on them."""
@@ -78,7 +78,7 @@ class ScoringInputs(Feature):
         types, labels = (inputs.get(name) if isinstance(inputs, Mapping) else None for name in (TYPES, "labels"))
         if types is None or labels is None or labels.shape != types.shape:
             return inputs
-        self._ask_types(self.run.model, types)
+        self._ask_types(self.run.model)
         if not self.answers:
             return inputs
         predicted = labels != -100  # (B, T)
@@ -90,9 +90,14 @@ class ScoringInputs(Feature):
     def _spacing(self) -> float:
         return EPS[self.run.policy.compute.text]
 
-    def _ask_types(self, model: Any, types: Any) -> None:
-        """Asks the model how it treats token types, in the first batch that has them."""
-        if self.answers is None and types is not None and isinstance(model, nn.Module):
+    def _ask(self, model: Any) -> None:
+        if self.positions is None and isinstance(model, nn.Module):
+            self.positions = depends_on_shift(model, self._spacing, sharded=self.run.sharded is not None)
+            if takes(model, TYPES):
+                self._ask_types(model)
+
+    def _ask_types(self, model: nn.Module) -> None:
+        if self.answers is None:
             leaks = sees_future(model, self._spacing, token_type=0)
             self.answers = leaks and not sees_future(model, self._spacing, ANSWER)
 
