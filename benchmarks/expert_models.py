@@ -36,7 +36,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe": {"n_group": 4, "topk_group": 2},
     "olmoe": {"intermediate_size": 64},
-    "granitemoe": {"intermediate_size": 64},
+    "granitemoe": {"intermediate_size": 64, "attention_multiplier": SHARED["head_dim"] ** -0.5},  # 1 in its config
     "ernie4_5_moe": {"moe_num_experts": EXPERTS, "moe_k": CHOSEN, "moe_layer_start_index": 0},
     "minimax_m2": {"intermediate_size": 64},
     "hunyuan_v1_moe": {"moe_topk": CHOSEN, "intermediate_size": 64},

@@ -52,7 +52,7 @@ RELATIVE_ERROR = 0.025
 """The promise is measured until its standard error is this share of it."""
 ABSOLUTE_ERROR = 2e-7
 """A standard error in nats that suffices for any promise: about the rounding of float32."""
-MOST_ROUNDS = 1000
+MOST_ROUNDS = 60
 SEED, SELECTION_SEED = 11, 500
 REPORTED = 5.0
 """Seconds between two lines of progress."""
