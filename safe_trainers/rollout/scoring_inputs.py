@@ -9,7 +9,7 @@ TRL gives the tokens of completions and of labels the type 0. A model in which t
 (PaliGemma's prompts) would predict each token from those that follow it. Tokens that are predicted get the type 1, as
 `generate` gives them.
 
-Both are asked of the model, with a few tokens, before the first rollout or loss.
+Both are asked of the model, with a few tokens, when training begins.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..core.feature import Feature, Run
+from ..core.trl import has_rollouts
 from ..model.sequence_trial import depends_on_shift, sees_future, takes
 from .mismatch import EPS
 from .vllm_images import marker_ids
@@ -34,7 +35,7 @@ class ScoringInputs(Feature):
     """Completes the inputs of forward passes that compute log-probabilities.
 
     Attributes:
-        positions: Whether positions are passed to scoring; `None` before the first rollout.
+        positions: Whether positions are passed to scoring; `None` while the model has not been asked.
         answers: Whether tokens that are predicted get the type `ANSWER`; `None` while the model has not been asked.
     """
 
@@ -44,14 +45,19 @@ class ScoringInputs(Feature):
         self.answers: bool | None = None
         self._scored: Mapping[str, Any] = {}
 
+    def on_train_begin(self) -> None:
+        """Asks the model before the first step, while nothing wraps it and no feature records its forward passes."""
+        if self.run.sharded is None:
+            self._ask(self.run.model)
+
     def before_rollout(self, prompt_ids: Any) -> None:
-        """Asks the model before the first rollout, while no feature records its forward passes."""
+        """Asks a model that an engine shards, and one that is evaluated and not trained."""
         self._ask(self.run.model)
 
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
-        """Keeps the arguments of the scoring method, and asks the model if it has not generated."""
+        """Keeps the arguments of the scoring method."""
         self._scored = inputs
-        self._ask(inputs.get("model"))
+        self._ask(self.run.model)
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions; the forward passes get positions and token types if the model depends on them."""
@@ -78,7 +84,7 @@ class ScoringInputs(Feature):
         types, labels = (inputs.get(name) if isinstance(inputs, Mapping) else None for name in (TYPES, "labels"))
         if types is None or labels is None or labels.shape != types.shape:
             return inputs
-        self._ask_types(self.run.model)
+        self._ask(self.run.model)
         if not self.answers:
             return inputs
         predicted = labels != -100  # (B, T)
@@ -90,15 +96,12 @@ class ScoringInputs(Feature):
     def _spacing(self) -> float:
         return EPS[self.run.policy.compute.text]
 
-    def _ask(self, model: Any) -> None:
-        if self.positions is None and isinstance(model, nn.Module):
-            self.positions = depends_on_shift(model, self._spacing, sharded=self.run.sharded is not None)
-            if takes(model, TYPES):
-                self._ask_types(model)
-
-    def _ask_types(self, model: nn.Module) -> None:
+    def _ask(self, model: nn.Module) -> None:
+        if self.positions is None:
+            sharded, scores = self.run.sharded is not None, has_rollouts(type(self.run.trainer))
+            self.positions = scores and depends_on_shift(model, self._spacing, sharded)
         if self.answers is None:
-            leaks = sees_future(model, self._spacing, token_type=0)
+            leaks = takes(model, TYPES) and sees_future(model, self._spacing, token_type=0)
             self.answers = leaks and not sees_future(model, self._spacing, ANSWER)
 
     def _complete(
