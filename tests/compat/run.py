@@ -2,7 +2,7 @@
 
     python tests/compat/run.py                       # all pairs, one after another: some 15 minutes each on 2 cores
     python tests/compat/run.py --pairs trl-0.29      # one
-    python tests/compat/run.py --pairs torch-2.14           # a later torch, in its build for CUDA (5 GB)
+    python tests/compat/run.py --pairs torch-2.15    # a later torch, in its build for CUDA (5 GB)
     python tests/compat/run.py --only-install        # the environments alone
     python tests/compat/run.py --pairs trl-1.4 -- tests/test_media.py -x    # pytest there; writes nothing
 
@@ -75,12 +75,13 @@ PAIRS = (
     Pair("newest"),
 )
 
-OPTIONAL = (Pair("torch-2.14", torch="torch==2.14.1"),)
+OPTIONAL = (Pair("torch-2.14", torch="torch==2.14.1"), Pair("torch-2.15", torch="torch==2.15.0"))
 """Pairs that run only if they are named."""
 
 NOT_CORE = {
     "tests/test_project.py": "checks the files of the project",
     "tests/test_docs.py": "checks the documentation, which is generated with the latest pair",
+    "tests/test_docs_browser.py": "checks the site, which is built with the latest pair",
     "tests/test_docs_run.py": "checks the documentation, which is generated with the latest pair",
     "tests/test_package.py": "checks the public API, which is the same in each environment, and its import time",
     "tests/recipes/test_configs.py": "checks the launch configs",
@@ -100,6 +101,7 @@ NOT_CORE = {
     "tests/integration/test_wheel.py": "needs build tools that are not installed",
     "tests/integration/test_side_by_side.py": "runs scripts that are written for the latest TRL",
     "tests/compat/test_swapped.py": "runs tests twice that are written for the latest TRL",
+    "tests/test_upstream_scripts.py": "checks a page of the latest pair, while this changes its results",
     "tests/distributed": "runs several processes for minutes, in its own target",
     "tests/gpu": "needs a CUDA device",
     "tests/real_vllm": "needs vLLM, which pins its own versions",
