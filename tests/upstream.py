@@ -12,6 +12,7 @@ import torch
 import transformers
 import trl
 from accelerate.data_loader import DataLoaderShard
+from transformers.cache_utils import StaticLayer
 from trl.trainer.utils import create_model_from_path
 
 from safe_trainers import tiny
@@ -92,6 +93,22 @@ needs_missing_logps = pytest.mark.skipif(
 needs_limit_below = pytest.mark.skipif(
     not has_field(trl.GRPOConfig, "vllm_importance_sampling_clip_min"),
     reason="importance sampling of this TRL always has an upper limit",
+)
+
+
+@functools.cache
+def static_cache_has_two_dtypes() -> bool:
+    """Whether a static cache stores keys and values of two dtypes."""
+    layer = StaticLayer(max_cache_len=4)
+    try:
+        layer.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, dtype=torch.bfloat16))
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_static_cache_of_one_dtype = pytest.mark.skipif(
+    static_cache_has_two_dtypes(), reason="a static cache of this transformers has a dtype for keys and one for values"
 )
 
 

@@ -91,6 +91,8 @@ NOT_CORE = {
     "tests/explain/test_catalogue.py": "checks error messages of the latest pair",
     "tests/test_policing.py": "checks the fixtures of the tests",
     "tests/doctor/test_doctor.py": "depends on the machine and the installed packages",
+    "tests/explain/test_pasted_errors.py": "runs no upstream code",
+    "tests/test_words.py": "runs no upstream code",
     "tests/explain/test_explain.py": "checks error messages of the latest pair",
     "tests/cli/test_plot.py": "runs no upstream code",
     "tests/recipes/test_recipe_file.py": "runs no upstream code",
