@@ -25,6 +25,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,8 @@ def main() -> int:
             result["slice"] = run_slice(python, pair.name, options.jobs)
         if options.part in (None, "upstream") and not options.failed:
             result["upstream"] = run_upstream(python, pair.name)
+        if options.part in (None, "core"):
+            result["date"] = datetime.now(UTC).date().isoformat()
         record(pair.name, result)
         suite = result.get("core", {})
         table.add_row(pair.name, *(str(suite.get(key)) for key in ("passed", "failed", "skipped", "seconds")))
