@@ -6,12 +6,14 @@ import inspect
 import tempfile
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 import trl
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import convert_outputs_to_fp32
 from media_batches import media_batch
 from transformers.cache_utils import StaticLayer
 from trl.trainer.utils import create_model_from_path
@@ -47,6 +49,15 @@ def takes(function, name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
+def _converts_caches() -> bool:
+    """Whether accelerate converts outputs to float32 that only have a dtype, and are no tensors."""
+    try:
+        convert_outputs_to_fp32(lambda: SimpleNamespace(dtype=torch.bfloat16))()
+    except AttributeError:
+        return True
+    return False
+
+
 CLIP_MAX = next(
     name
     for name in ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
@@ -78,6 +89,10 @@ needs_streams = pytest.mark.skipif(
 needs_continuous_settings = pytest.mark.skipif(
     not has_field(trl.GRPOConfig, "transformers_continuous_batching_config"),
     reason="this TRL cannot limit the cache of continuous batching, which would fill the memory",
+)
+needs_continuous_autocast = pytest.mark.skipif(
+    takes(transformers.LlamaForCausalLM.forward, "cache") and _converts_caches(),
+    reason="this transformers returns the cache of continuous batching, which this accelerate takes for a tensor",
 )
 needs_tools = pytest.mark.skipif(
     not hasattr(transformers.PreTrainedTokenizerBase, "parse_response"),
