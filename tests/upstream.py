@@ -15,6 +15,7 @@ import trl
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import convert_outputs_to_fp32
 from media_batches import media_batch
+from peft import PeftModelForCausalLM
 from transformers.cache_utils import StaticLayer
 from trl.trainer.utils import create_model_from_path
 
@@ -93,6 +94,11 @@ needs_continuous_settings = pytest.mark.skipif(
 needs_continuous_autocast = pytest.mark.skipif(
     takes(transformers.LlamaForCausalLM.forward, "cache") and _converts_caches(),
     reason="this transformers returns the cache of continuous batching, which this accelerate takes for a tensor",
+)
+needs_peft_with_caches = pytest.mark.skipif(
+    takes(transformers.LlamaForCausalLM.forward, "cache")
+    and "cache" not in PeftModelForCausalLM.prepare_inputs_for_generation.__code__.co_consts,
+    reason="this PEFT does not find the cache of this transformers, and puts the prompt in at each token again",
 )
 needs_tools = pytest.mark.skipif(
     not hasattr(transformers.PreTrainedTokenizerBase, "parse_response"),
