@@ -1,6 +1,6 @@
 """The core suite and the matrix slice in each supported pair of TRL and transformers: `make compat`.
 
-    python tests/compat/run.py                       # all pairs, one after another: some 15 minutes each on 2 cores
+    python tests/compat/run.py                       # all pairs, one after another: some 40 minutes each on 2 cores
     python tests/compat/run.py --pairs trl-0.29      # one
     python tests/compat/run.py --pairs torch-2.15    # a later torch, in its build for CUDA (5 GB)
     python tests/compat/run.py --only-install        # the environments alone
