@@ -278,7 +278,7 @@ def test_the_committed_matrix_has_no_safe_cell_that_is_not_right():
 
 def test_no_pair_of_versions_failed_and_no_safe_cell_is_wrong():
     measured = json.loads((ROOT / "benchmarks/results/compat.json").read_text())
-    assert len(measured["pairs"]) == 4
+    assert measured["pairs"].keys() >= {"trl-0.29", "trl-1.4", "trl-1.9", "newest", "torch-2.15"}
     cores = [pair["core"] for pair in measured["pairs"].values() if "core" in pair]
     slices = [pair["slice"] for pair in measured["pairs"].values() if "slice" in pair]
     assert cores

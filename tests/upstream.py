@@ -6,12 +6,17 @@ import inspect
 import tempfile
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 import trl
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import convert_outputs_to_fp32
+from media_batches import media_batch
+from peft import PeftModelForCausalLM
+from transformers.cache_utils import StaticLayer
 from trl.trainer.utils import create_model_from_path
 
 from safe_trainers import tiny
@@ -43,6 +48,15 @@ def has_field(config: type, name: str) -> bool:
 
 def takes(function, name: str) -> bool:
     return name in inspect.signature(function).parameters
+
+
+def _converts_caches() -> bool:
+    """Whether accelerate converts outputs to float32 that only have a dtype, and are no tensors."""
+    try:
+        convert_outputs_to_fp32(lambda: SimpleNamespace(dtype=torch.bfloat16))()
+    except AttributeError:
+        return True
+    return False
 
 
 CLIP_MAX = next(
@@ -77,6 +91,15 @@ needs_continuous_settings = pytest.mark.skipif(
     not has_field(trl.GRPOConfig, "transformers_continuous_batching_config"),
     reason="this TRL cannot limit the cache of continuous batching, which would fill the memory",
 )
+needs_continuous_autocast = pytest.mark.skipif(
+    takes(transformers.LlamaForCausalLM.forward, "cache") and _converts_caches(),
+    reason="this transformers returns the cache of continuous batching, which this accelerate takes for a tensor",
+)
+needs_peft_with_caches = pytest.mark.skipif(
+    takes(transformers.LlamaForCausalLM.forward, "cache")
+    and "cache" not in PeftModelForCausalLM.prepare_inputs_for_generation.__code__.co_consts,
+    reason="this PEFT does not find the cache of this transformers, and puts the prompt in at each token again",
+)
 needs_tools = pytest.mark.skipif(
     not hasattr(transformers.PreTrainedTokenizerBase, "parse_response"),
     reason="transformers before 5 cannot parse tool calls, which TRL's tools need",
@@ -96,16 +119,34 @@ needs_limit_below = pytest.mark.skipif(
 
 
 @functools.cache
-def why_not_built(family: str) -> str | None:
-    """Why the installed transformers cannot build a tiny family, or load what was built; `None` where it can."""
+def static_cache_has_two_dtypes() -> bool:
+    """Whether a static cache stores keys and values of two dtypes."""
+    layer = StaticLayer(max_cache_len=4)
     try:
-        tiny.build_model(family)
+        layer.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, dtype=torch.bfloat16))
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_static_cache_of_one_dtype = pytest.mark.skipif(
+    static_cache_has_two_dtypes(), reason="a static cache of this transformers has a dtype for keys and one for values"
+)
+
+
+@functools.cache
+def why_not_built(family: str) -> str | None:
+    """Why the installed transformers cannot run a tiny family, or load what was built; `None` where it can."""
+    try:
+        model = tiny.build_model(family)
         tiny.build_processor(family)
+        with torch.no_grad():
+            model(**media_batch(family))  # 5.24 gives Llama4's output an attribute less than it reads
         with tempfile.TemporaryDirectory() as folder:  # 5.14 loads some processors with torchvision alone
             transformers.AutoProcessor.from_pretrained(tiny.save(family, f"{folder}/{family}"))
     except (AttributeError, ImportError) as error:
         said = str(error).strip().split(" but ")[0]
-        return f"this transformers cannot build {family}: {said}"
+        return f"this transformers cannot run {family}: {said}"
     return None
 
 

@@ -83,7 +83,7 @@ def _by_release(names: list[str]) -> list[str]:
     ]
     return [
         "",
-        "With other releases:",
+        "With the releases of [tested versions](versions.md):",
         "",
         f"| script | {' | '.join(pairs)} |",
         "|---" * (len(pairs) + 1) + "|",

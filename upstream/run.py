@@ -6,8 +6,9 @@
     VLLM=path/to/python python upstream/run.py    # the scripts that need vLLM run in that environment
 
 Each script shows one fault of a library that this package works around. It imports nothing of this package, and prints
-`FAULT` or `FIXED` and a number. Its constants state the thread upstream or the source (`THREAD`), the files of this
-package that can become simpler when it is fixed (`MECHANISMS`), and what the number is (`QUESTION`).
+`FAULT` or `FIXED` and a number, or on a machine that cannot show the fault `NOT RUN` and the reason. Its constants
+state the thread upstream or the source (`THREAD`), the files of this package that can become simpler when it is fixed
+(`MECHANISMS`), and what the number is (`QUESTION`).
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "benchmarks" / "results" / "upstream.json"
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes", "torch")
-PRINTED = re.compile(r"(FAULT|FIXED) (\S+)(?: \((.*)\))?\s*")
+PRINTED = re.compile(r"(FAULT|FIXED) (\S+)(?: \((.*)\))?\s*|(NOT RUN) \((.*)\)\s*")
 SECONDS = 300
 """Time limit of a script."""
 
@@ -63,7 +64,9 @@ def run(file: Path) -> dict[str, Any]:
     if done.returncode or printed is None:
         lines = done.stderr.strip().splitlines()
         return {"verdict": "ERROR", "remark": lines[-1] if lines else f"exit status {done.returncode}"}
-    verdict, number, remark = printed.groups()
+    verdict, number, remark, not_run, why = printed.groups()
+    if not_run:
+        return {"verdict": not_run, "remark": why}
     return {"verdict": verdict, "number": number, **({"remark": remark} if remark else {})}
 
 

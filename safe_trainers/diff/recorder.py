@@ -29,6 +29,8 @@ MOST_OF_STATE = 1024
 """Values of each tensor of the optimizer's state that are recorded."""
 LOSS_NAME, OPTIMIZER_NAME, ARGUMENTS_NAME = "(loss)", "(optimizer)", "(arguments)"
 """Names of what is recorded next to the modules."""
+_CACHES = ("past_key_values", "cache")
+"""Arguments with the keys and values of earlier tokens; transformers 5.24 and later use the second name."""
 _PHASE = {name: number for number, name in enumerate(PHASES)}
 _KIND = {name: number for number, name in enumerate(KINDS)}
 
@@ -333,7 +335,7 @@ class Recorder:
     def _phase_of_call(self, kwargs: Mapping[str, Any]) -> int:
         if torch.is_grad_enabled():
             return _PHASE[storage.FORWARD]
-        decoding = self.sampling or kwargs.get("past_key_values") is not None
+        decoding = self.sampling or any(kwargs.get(name) is not None for name in _CACHES)
         return _PHASE[storage.ROLLOUT if decoding else storage.SCORING]
 
     @_hook

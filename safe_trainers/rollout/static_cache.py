@@ -1,9 +1,11 @@
 """Lets rollouts under autocast use a static key-value cache (`cache_implementation="static"`).
 
 Autocast gives keys and values in two dtypes: the value projection returns the autocast dtype, and rotary embeddings
-return keys in the dtype of the residual stream. A dynamic cache stores each as it is. A static cache allocates one
-dtype for both, that of the keys, and its `index_copy_` refuses the other. While a turn is generated, the values are
-cast to the dtype of the keys; attention under autocast casts them back without a loss.
+return keys in the dtype of the residual stream. A dynamic cache stores each as it is. A static cache of transformers
+before 5.24 allocates one dtype for both, that of the keys, and its `index_copy_` refuses the other. While a turn is
+generated, the values are cast to the dtype of the keys; attention under autocast casts them back without a loss.
+
+Transformers 5.24 allocates a dtype for each, and calls the argument `cache`, so that nothing is changed there.
 """
 
 import contextlib
@@ -51,5 +53,5 @@ def static_cache_in_one_dtype(text: nn.Module) -> Iterator[None]:
 
 def _update(layer: Any, update: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Adds keys and values, each (B, heads, T, head size), to a layer of a static cache in the layer's dtype."""
-    dtype = layer.dtype if layer.is_initialized else keys.dtype
+    dtype = layer.keys.dtype if layer.is_initialized else keys.dtype
     return update(keys.to(dtype), values.to(dtype), *args, **kwargs)

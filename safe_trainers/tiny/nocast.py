@@ -272,12 +272,13 @@ class NoCastForConditionalGeneration(NoCastPreTrainedModel, GenerationMixin):
         Returns:
             Loss (if there are labels), logits `(B, T or logits_to_keep, vocabulary)` and cache.
         """
+        if past_key_values is not None:  # transformers 5.24 and later pass it as `cache`, and warn of the old name
+            kwargs["past_key_values"] = past_key_values
         outputs = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
@@ -291,9 +292,9 @@ class NoCastForConditionalGeneration(NoCastPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{name: value for name, value in outputs.items() if name in ("past_key_values", "cache")},
         )
 
 

@@ -21,6 +21,7 @@ import yaml
 
 from safe_trainers.cli.signals import StopSignals
 from safe_trainers.cli.stop import StopAtStep
+from safe_trainers.recipes.schema import installed, load
 
 
 RECIPE = {
@@ -155,6 +156,8 @@ def test_the_first_line_comes_before_torch_is_imported(tmp_path):
     command = [sys.executable, "-X", "importtime", *PROGRAM[1:], "reward", "--config", "recipe.yaml", "--dry-run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0
+    if any(installed(package) != version for package, version in load("reward").versions.items()):
+        pytest.skip("no schema of recipes was written for this transformers, so that TRL is imported to check them")
     reading, importing = (done.stderr.index(text) for text in ("reading recipe recipe.yaml\n", "importing torch"))
     first = re.search(r"\| +torch\n", done.stderr).start()
     assert reading < importing < first

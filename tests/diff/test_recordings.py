@@ -365,6 +365,15 @@ def test_the_command_prints_the_first_difference_and_its_cause(recorded, capsys)
     assert compare_rollout(str(recorded / "run")).compared > 50
 
 
+def test_generating_without_a_trainer_is_a_rollout(tmp_path):
+    model = tiny.build_model("text").eval()
+    with record(model, tmp_path):
+        model.generate(torch.arange(3, 11)[None], max_new_tokens=3)
+    phases = {event.phase for event in storage.read_recording(tmp_path).step(1).events}
+    assert storage.ROLLOUT in phases
+    assert storage.SCORING not in phases
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

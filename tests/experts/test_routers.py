@@ -52,6 +52,7 @@ class Attention(nn.Module):
         return x + scores.gather(-1, places).mean(-1, keepdim=True) * (x @ self.experts[0])
 
 
+@needs_fused
 def test_attention_that_chooses_keys_is_no_router():
     model = moe_models.moe()
     layers = model.model.layers

@@ -137,7 +137,7 @@ def test_losses_use_the_experts_of_the_rollout_and_those_of_stock_do_not(precisi
     ):
         if name == "stock" and precision == "fp16":
             continue  # accelerate does not compute in float16 on a CPU
-        trainer = trainer_of(tmp_path, precision, safe, **changes)
+        trainer = trainer_of(tmp_path, precision, safe, seed=2, **changes)  # with seed 1 some CPUs flip none in fp16
         watch = Watch(trainer.model)
         trainer.train()
         assert watch.seen > 400

@@ -23,7 +23,7 @@ from safe_trainers.rollout import alignment
 from safe_trainers.rollout import vllm as engine
 from safe_trainers.rollout.alignment import RolloutAlignment, undo_casts
 from safe_trainers.testing import fp16_on_cpu
-from upstream import needs_continuous_settings
+from upstream import needs_continuous_autocast, needs_continuous_settings
 
 
 SMALL = {"num_blocks": 32, "max_batch_tokens": 64}
@@ -70,7 +70,7 @@ def half_copy(trainer, cell):
 
 @needs_continuous_settings
 @pytest.mark.parametrize("cell", [
-    Cell("text", "grpo", "fp32", "bf16"),
+    pytest.param(Cell("text", "grpo", "fp32", "bf16"), marks=needs_continuous_autocast),
     Cell("text", "grpo", "fp32", "bf16", lora=True),
     Cell("text", "rloo", "bf16", "bf16", lora=True),
 ], ids=str)  # fmt: skip
@@ -112,6 +112,7 @@ def test_continuous_batching_leaves_masters_and_optimizer_alone(cell):
 
 
 @needs_continuous_settings
+@needs_continuous_autocast
 def test_stock_trains_on_in_half():
     stock = build(Cell("text", "grpo", "fp32", "bf16"), safe=False, **CONTINUOUS)
     stock.train()
@@ -119,6 +120,7 @@ def test_stock_trains_on_in_half():
 
 
 @needs_continuous_settings
+@needs_continuous_autocast
 def test_masters_are_kept_where_rollouts_compute_as_upstreams_do():
     made = cells.arguments(
         Cell("text", "grpo", "fp32", "bf16"), SafeGRPOConfig, rollout_compute="stock", **CONTINUOUS
@@ -131,6 +133,7 @@ def test_masters_are_kept_where_rollouts_compute_as_upstreams_do():
 
 
 @needs_continuous_settings
+@needs_continuous_autocast
 @pytest.mark.parametrize("name", ["model.layers.0.mlp", "lm_head"])
 def test_fp32_modules_compute_in_float32_in_continuous_batching(name):
     made = cells.arguments(

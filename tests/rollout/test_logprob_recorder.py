@@ -12,6 +12,7 @@ from trl.data_utils import prepare_multimodal_messages
 from safe_trainers import tiny
 from safe_trainers.rollout import logprob_recorder as sampled
 from safe_trainers.rollout.logprob_recorder import RECORDED_MODES, Recorder, Turn, align
+from upstream import needs_peft_with_caches
 
 
 PROMPTS = [[5, 9, 11], [7], [12, 6, 5, 8, 9, 10], [5, 5]]
@@ -138,7 +139,8 @@ def test_pictures_are_read_once_and_count():
 @pytest.mark.parametrize(
     "adapter",
     [LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False),
-     PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)],
+     pytest.param(
+         PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), marks=needs_peft_with_caches)],
     ids=["lora", "prompt tuning, which copies what generate is given"],
 )  # fmt: skip
 def test_adapters(adapter):

@@ -9,6 +9,7 @@ from cells import Cell
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, SafeRLOOConfig, SafeRLOOTrainer
 from safe_trainers.core.patches import replace
 from safe_trainers.rollout.static_cache import asks_for_cache
+from upstream import needs_static_cache_of_one_dtype
 
 
 STOCK = {"grpo": trl.GRPOTrainer, "rloo": trl.RLOOTrainer}
@@ -39,6 +40,7 @@ def test_a_static_cache_samples_the_tokens_of_a_dynamic_one(family, task):
     assert rollouts(cell, **STATIC) == rollouts(cell)
 
 
+@needs_static_cache_of_one_dtype
 def test_stock_crashes_where_its_generate_runs_under_autocast():
     cell = Cell("text", "grpo", "fp32", "bf16")
     with pytest.raises(RuntimeError, match="index_copy_"):
@@ -52,7 +54,9 @@ def test_the_implementation_in_generation_kwargs_counts_too():
     assert rollouts(cell, **given) == rollouts(cell)
 
 
-@pytest.mark.parametrize(("flag", "replaces"), [("none", False), ("bf16", True)])
+@pytest.mark.parametrize(
+    ("flag", "replaces"), [("none", False), pytest.param("bf16", True, marks=needs_static_cache_of_one_dtype)]
+)
 def test_the_cache_is_changed_only_under_autocast(flag, replaces, monkeypatch):
     replaced = []
 
