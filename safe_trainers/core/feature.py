@@ -135,8 +135,8 @@ class Feature:
         """Called before completions are scored.
 
         Args:
-            inputs: The arguments of the scoring method by name: `model`, `input_ids` and `attention_mask`,
-                (B, P + C), `logits_to_keep`, C, and those of the trainer's class.
+            inputs: The first arguments of the scoring method by name: `model`, `input_ids` and `attention_mask`,
+                (B, P + C), and `logits_to_keep`, C.
         """
 
     def around_batch(self, call: Callable[[], Any]) -> Any:

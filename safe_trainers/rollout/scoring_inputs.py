@@ -47,8 +47,11 @@ class ScoringInputs(Feature):
 
     def on_train_begin(self) -> None:
         """Asks the model before the first step, while nothing wraps it and no feature records its forward passes."""
-        if self.run.sharded is None:
-            self._ask(self.run.model)
+        if self.run.sharded is not None:
+            return
+        self._ask(self.run.model)
+        if not (self.positions or self.answers):
+            self.rest("before_rollout", "before_scoring", "around_scoring", "on_loss_inputs")
 
     def before_rollout(self, prompt_ids: Any) -> None:
         """Asks a model that an engine shards, and one that is evaluated and not trained."""

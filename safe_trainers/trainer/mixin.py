@@ -260,7 +260,7 @@ class PrecisionMixin(ExactCheckpoints):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Computes log-probabilities of completions, inside the features' `around_scoring`."""
         names = ("model", "input_ids", "attention_mask", "logits_to_keep")
-        scored = dict(zip(names, args, strict=False)) | kwargs
+        scored = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
         self._run.tell("before_scoring", scored)
         method = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         phase = scoring_phase(self._run, scored.get("model"))

@@ -20,9 +20,8 @@ from benchmarks import families
 from safe_trainers import tiny
 from safe_trainers.model.sequence_trial import depends_on_shift, sees_future
 from safe_trainers.rollout import head_scaling
-from safe_trainers.rollout.alignment import RolloutAlignment
 from safe_trainers.rollout.mismatch import EPS
-from safe_trainers.rollout.scoring_inputs import ScoringInputs, positions_of
+from safe_trainers.rollout.scoring_inputs import positions_of
 from upstream import why_not_built
 
 
@@ -57,7 +56,7 @@ SCORES_SCALED = pytest.mark.skipif(
 
 def built(family: str) -> Any:
     """A tiny model of a family; skips the test if the installed transformers cannot build it."""
-    reason = families.ABSENT.get(family) or (family in tiny.FAMILIES and why_not_built(family))
+    reason = families.ABSENT.get(family) or (family in tiny.VISION_FAMILIES and why_not_built(family))
     if reason:
         pytest.skip(reason)
     return families.build_model(family)
@@ -192,7 +191,6 @@ def test_left_padded_prompts_are_scored_at_the_positions_at_which_they_were_samp
     assert difference(trainer) < 1e-5
     trainer.train()
     assert next(e["precision/logp_mismatch_max"] for e in trainer.state.log_history if "loss" in e) < 1e-5
-    assert trainer._run.feature(ScoringInputs).positions
     assert ("scoring", "gets position_ids without the padding") in changes(trainer)
     assert not any(module._forward_pre_hooks for module in trainer.model.modules())
 
@@ -204,7 +202,7 @@ def test_rotary_models_get_the_inputs_of_stock_and_train_with_its_bits() -> None
         run.train()
     assert difference(runs[0]) < 1e-5
     assert cells.fingerprint(runs[0].model) == cells.fingerprint(runs[1].model)
-    assert runs[1]._run.feature(ScoringInputs).positions is False
+    assert {place for place, _ in changes(runs[1])}.isdisjoint({"scoring", "rollout"})
 
 
 # ---- Images ---------------------------------------------------------------------------------------------------------
@@ -248,19 +246,24 @@ def test_answers_of_paligemma_are_scored_without_their_future() -> None:
     trainer.train()
     assert mismatch(trainer) < 1e-5
     assert ("scoring", "answers get the token type 1") in changes(trainer)
-    assert not trainer._run.feature(ScoringInputs).positions
+    assert ("scoring", "gets position_ids without the padding") not in changes(trainer)
+
+
+def inputs_of_loss(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """What the model is called with in the loss of a batch."""
+    seen: list[dict[str, Any]] = []
+    handle = trainer.model.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs), with_kwargs=True)
+    trainer.compute_loss(trainer.model, dict(batch))
+    handle.remove()
+    return seen[-1]
 
 
 def influence(trainer: Any) -> float:
     """How much the last token of an answer changes the log-probabilities of the tokens before it in a loss."""
-    seen: list[dict[str, Any]] = []
-    handle = trainer.model.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs), with_kwargs=True)
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
-    handle.remove()
-    inputs = {
-        k: v for k, v in seen[-1].items() if k in ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
-    }
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    names = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
+    found = inputs_of_loss(trainer, batch)
+    inputs = {name: found[name] for name in names}
     last = inputs["attention_mask"][0].nonzero().max()
     ids = inputs["input_ids"].clone()
     ids[0, last] = ids[0, last - 1]
@@ -275,7 +278,7 @@ def test_fine_tuning_paligemma_does_not_see_the_tokens_that_it_predicts() -> Non
     trainer = image_trainer("paligemma", "sft")
     assert influence(trainer) < 1e-5
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    changed = trainer._run.through("on_loss_inputs", batch)["token_type_ids"]
+    changed = inputs_of_loss(trainer, batch)["token_type_ids"]
     images = batch["input_ids"] == trainer.model.config.image_token_id
     assert images.any()
     assert torch.equal(changed == 1, (batch["labels"] != -100) & ~images)
@@ -287,7 +290,6 @@ def test_fine_tuning_paligemma_does_not_see_the_tokens_that_it_predicts() -> Non
 def test_rollouts_scale_logits_where_the_forward_pass_leaves_it_out(family: str) -> None:
     trainer = image_trainer(family, "grpo")
     head = trainer.model.get_output_embeddings()
-    assert trainer._run.feature(RolloutAlignment).scale is not None
     before = dict(head._forward_hooks)
     trainer.train()
     assert mismatch(trainer) < 1e-5
@@ -309,7 +311,7 @@ def test_stock_samples_other_probabilities_than_it_scores() -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "llava", "text"])
 def test_models_that_apply_what_their_config_says_are_left_alone(family: str) -> None:
     trainer = image_trainer(family, "grpo")
-    assert trainer._run.feature(RolloutAlignment).scale is None
+    assert head_scaling.left_out(trainer.model, trainer.temperature) is None
 
 
 @SCORES_SCALED
