@@ -124,8 +124,8 @@ def page() -> str:
                 "0.01 ms for each "
                 "tensor | – |",
                 f"| import | {median(parts['import']['two trainers']['time']):.2f} of stock | – |",
-                "| trial with one sample image at construction | one forward pass, more than half of what "
-                "construction adds to a tiny vision-language model | `media_trial=False` |",
+                "| trial with one sample image at construction | one forward pass, of one row in linear layers, "
+                "more than half of what construction adds to a tiny vision-language model | `media_trial=False` |",
                 "",
                 "## Targets",
                 "",

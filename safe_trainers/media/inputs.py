@@ -49,9 +49,9 @@ class MediaInputs(Feature):
     def models(self) -> list[nn.Module]:
         """Returns the models of the trainer that consume media: the policy, then reference or teacher models."""
         policy = unwrap(self.run.model)
-        values = vars(self.run.trainer).values()
-        others = {id(base): base for value in values if (base := _base_model(value)) is not None}
-        return [policy, *(model for model in others.values() if model is not policy)]
+        values = (unwrap(value) for value in vars(self.run.trainer).values() if isinstance(value, nn.Module))
+        others = {id(base): base for base in values if base is not policy and hasattr(base, "get_input_embeddings")}
+        return [policy, *others.values()]
 
     def prepare(self, data: Any) -> Any:
         """Prepares any part of a batch; replaces `Trainer._prepare_input`.
@@ -123,11 +123,3 @@ class MediaInputs(Feature):
         if isinstance(data, (list, tuple)):
             return type(data)(self._move(value) for value in data)
         return data.to(self.run.args.device) if isinstance(data, torch.Tensor) else data
-
-
-def _base_model(value: Any) -> nn.Module | None:
-    """Returns the transformers model in an attribute of a trainer; `None` if it contains none."""
-    if not isinstance(value, nn.Module):
-        return None
-    base = unwrap(value)
-    return base if hasattr(base, "get_input_embeddings") else None

@@ -62,7 +62,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with restored(model), torch.no_grad():
         for module in model.modules():
             # In evaluation mode, bitsandbytes on CPU repacks the weights of a layer permanently.
-            module.training = any(is_quantized(parameter) for parameter in module.parameters(recurse=False))
+            module.training = any(p is not None and is_quantized(p) for p in module._parameters.values())
         yield
 
 
@@ -187,7 +187,8 @@ def try_sample(
 
     The backward pass is run if the model's code has a `torch.autograd.Function`, because PyTorch's own operations have
     a backward pass for each dtype that their forward pass accepts. It goes to the first trainable parameter of each
-    tower and to those of the modules around the text model, so that its gradients need little memory.
+    tower and to those of the modules around the text model, so that its gradients need little memory. Linear layers
+    compute one row, because the dtypes that meet in a layer are those of each row.
 
     Args:
         model: The model, possibly wrapped by PEFT.
@@ -206,7 +207,7 @@ def try_sample(
     try:
         inputs = {name: value.to(device) for name, value in sample_inputs(processing_class).items()}
         first = _first_trainables(model)
-        with undisturbed(model), torch.set_grad_enabled(bool(first)):
+        with undisturbed(model), _one_row(model), torch.set_grad_enabled(bool(first)):
             with compute_context(device, autocast), around:
                 output = model(**inputs, **_caches(model)[-1])
             logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output[0]
@@ -252,6 +253,39 @@ def compute_context(device: torch.device, autocast: torch.dtype | None) -> conte
         autocast: The autocast dtype; `None` without autocast.
     """
     return contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+
+
+@contextlib.contextmanager
+def _one_row(model: nn.Module) -> Iterator[None]:
+    """Makes the plain linear layers of a model compute the first row of their input, and repeat it for the others."""
+    handles = []
+    for module in model.modules():
+        if getattr(module.forward, "__func__", None) is nn.Linear.forward:
+            row = _Row()
+            handles += [module.register_forward_pre_hook(row.take), module.register_forward_hook(row.repeat)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Row:
+    """The hooks of one layer that computes the first row of its input."""
+
+    def __init__(self) -> None:
+        self._shape: torch.Size | None = None
+
+    def take(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        value = args[0] if args else None
+        self._shape = None
+        if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[:-1].numel() < 2:
+            return None
+        self._shape = value.shape[:-1]
+        return (value.flatten(0, -2)[:1],)
+
+    def repeat(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
+        return None if self._shape is None else output.repeat(self._shape.numel(), 1).unflatten(0, self._shape)
 
 
 def _first_trainables(model: nn.Module) -> list[nn.Parameter]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -44,6 +43,7 @@ from ..weights.fp32_modules import covers_head
 from ..weights.prepare import prepare_reference, prepare_weights
 from .coverage import check_bases, contract_of, describe_engine, why_not_aligned
 from .from_config import facts_of, requested_by, trainable_context
+from .signature import bind_arguments, signature_of
 from .trl_patches import AdapterGuard
 
 
@@ -73,7 +73,7 @@ class PrecisionBase(Trainer):
         check_bases(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
+        bound = bind_arguments(signature_of((Trainer,)), args, kwargs)
         model, training_args = bound["model"], bound["args"]
         run = self._run
         run.coverage = contract_of(
@@ -255,7 +255,7 @@ def unify_mixed_weights(run: Run, model: nn.Module, media_processor: Callable[[]
     The trial uses the kind of input that the dataset has; `media_processor` returns `None` for text. Raises
     `PrecisionError` if the model still cannot compute.
     """
-    packed = has_packed_towers(model)
+    packed = bool(run.inventory.elements["quantized"]) and has_packed_towers(model)
     if not packed and not _has_mixed_dtypes(run, model, run.inventory):
         return
     media = media_processor()

@@ -301,8 +301,9 @@ def _is_repacked(state: Any) -> bool:
 
 def _is_dora_on_int8(module: nn.Module) -> bool:
     """Whether an active DoRA adapter reads a packed 8-bit weight on a CPU that loses its scales."""
-    magnitudes = set(getattr(module, "lora_magnitude_vector", ()))
-    if not isinstance(module, BaseTunerLayer) or magnitudes.isdisjoint(module.active_adapters):
+    if not isinstance(module, BaseTunerLayer):
+        return False
+    if set(getattr(module, "lora_magnitude_vector", ())).isdisjoint(module.active_adapters):
         return False
     layer: Any = module.get_base_layer()
     return bits(layer) == 8 and layer.weight.device.type == "cpu" and _moves_without_scales(type(layer.weight))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 
@@ -27,25 +28,19 @@ def lost_share(tensors: Iterable[torch.Tensor], learning_rate: float, dtype: tor
     samples, sizes = [], []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
+        if not flat.numel():
+            continue
         sizes.append(flat.numel())
         # The stride is odd, because an even one would sample the same columns of a matrix again and again. The samples
         # are copied, because a view would keep `flat` in memory.
         samples.append(flat[:: max(1, flat.numel() // SAMPLE) | 1].to(dtype, copy=True))
     if not samples:
         return 0.0
-    lengths = torch.tensor([len(sample) for sample in samples])  # (T,)
+    starts = np.cumsum([0, *map(len, samples[:-1])])  # (T,)
     sample = torch.cat([sample.to(samples[0].device) for sample in samples]).cpu()  # (S,), one device transfer
-    wide = sample.float()
-    counted = wide != 0
-    unmoved = [((wide + step).to(dtype).float() == wide) & counted for step in (learning_rate, -learning_rate)]
-    seen, *lost = (_sums(flags, lengths) for flags in (counted, *unmoved))  # (T,) each
-    weight = torch.tensor(sizes, dtype=torch.float64) * (seen > 0)  # (T,)
-    total = float(weight.sum())
-    return float((sum(lost) / 2 / seen.clamp(min=1) * weight).sum()) / total if total else 0.0
-
-
-def _sums(flags: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Counts the set flags (S,) in each of several consecutive segments with the given lengths (T,)."""
-    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), flags.cumsum(0)])  # (S + 1,)
-    ends = lengths.cumsum(0)
-    return cumulative[ends] - cumulative[ends - lengths]
+    wide, counted = sample.float(), sample != 0
+    unmoved = [((wide + step).to(dtype) == sample) & counted for step in (learning_rate, -learning_rate)]
+    seen, *lost = (np.add.reduceat(flags.numpy(), starts, dtype=int) for flags in (counted, *unmoved))  # (T,) each
+    weight = np.where(seen > 0, sizes, 0)  # (T,)
+    total = weight.sum()
+    return float((sum(lost) / 2 / np.maximum(seen, 1) * weight).sum() / total) if total else 0.0

@@ -1,5 +1,6 @@
 """What a live model is asked at construction, and how its answer is read."""
 
+import contextlib
 import random
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from safe_trainers import tiny
-from safe_trainers.model.trial_forward import is_loaded, sample_inputs, trial_error, undisturbed
+from safe_trainers.model.trial_forward import is_loaded, sample_inputs, trial_error, try_sample, undisturbed
 from safe_trainers.numerics.activations import extremes
 
 
@@ -56,6 +57,20 @@ def test_extremes_are_found_under_any_autocast():
         with pytest.raises(RuntimeError, match="ScalarType"):
             torch.stack([values, values])
         assert extremes(values).tolist() == [-2.0, 1.0]
+
+
+def test_linear_layers_compute_one_row_of_a_sample():
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
+    shapes = []
+    handles = [model.lm_head.register_forward_pre_hook(lambda layer, args: shapes.append(args[0].shape[:-1]))]
+    handles.append(model.lm_head.register_forward_hook(lambda layer, args, output: shapes.append(output.shape[:-1])))
+    trial = try_sample(model, None, torch.bfloat16, contextlib.nullcontext())
+    assert (trial.error, trial.skipped) == (None, None)
+    model(input_ids=torch.ones(1, 2, dtype=torch.long))
+    assert shapes == [(1, 2), (1,), (1, 2), (1, 2)]  # the hooks of the trial run after these
+    for handle in handles:
+        handle.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(
