@@ -33,7 +33,7 @@ from safe_trainers.core.dtypes import from_torch
 from safe_trainers.weights.cast import table
 from safe_trainers.weights.keep_fp32 import declared_float32
 from safe_trainers.weights.unify_dtypes import apply_layout, dominant, make_computable, plan_layout
-from upstream import needs_packed_without_kernels
+from upstream import needs_packed_without_kernels, static_cache_has_two_dtypes
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -572,7 +572,8 @@ def test_boundaries_are_not_enough_where_attention_takes_one_dtype():
     model = mixed("text", wide=("embed_tokens",))
     guard_leaves([model])
     ids = torch.tensor([[5, 6, 7]])
-    model(input_ids=ids, use_cache=True)
+    if not static_cache_has_two_dtypes():  # no cache of transformers 5.24 hides it
+        model(input_ids=ids, use_cache=True)
     with pytest.raises(RuntimeError, match="query, key, and value to have the same dtype"):
         model(input_ids=ids, use_cache=False)
     done = make_computable(model, frozenset({"bfloat16", "float32"}), asked(model))
