@@ -77,7 +77,7 @@ _POINTS = tuple(
 FORMS = {
     "gpu": Form("gpu", 2048, 8, 64, 6, (64, 256, 1024, 4096), _CELLS, _POINTS),
     "small": Form(
-        "small", 64, 2, 8, 4, (8, 16),
+        "small", 64, 2, 8, 4, (16, 64),
         (("text", "sft", "fp32", "bf16", "full"), ("text", "sft", "fp16", "fp16", "full"),
          ("aria", "grpo", "bf16", "none", "full")),
         (("text", "4-bit half", "lora", "fp16"), ("llava", "half", "lora", "bf16")),

