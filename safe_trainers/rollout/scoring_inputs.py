@@ -9,19 +9,21 @@ TRL gives the tokens of completions and of labels the type 0. A model in which t
 (PaliGemma's prompts) would predict each token from those that follow it. Tokens that are predicted get the type 1, as
 `generate` gives them.
 
-Both are asked of the model, with a few tokens, when training begins.
+Both are asked of the model, with a few tokens, at construction.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..core.errors import Problem
 from ..core.feature import Feature, Run
 from ..core.trl import has_rollouts
 from ..model.sequence_trial import depends_on_shift, sees_future, takes
+from ..policy.distributed import shards_weights
 from .mismatch import EPS
 from .vllm_images import marker_ids
 
@@ -45,16 +47,19 @@ class ScoringInputs(Feature):
         self.answers: bool | None = None
         self._scored: Mapping[str, Any] = {}
 
+    def check(self, model: nn.Module) -> Iterable[Problem]:
+        """Asks the model at construction, while nothing wraps it or watches its forward passes; finds no problems."""
+        if not shards_weights(self.run.args):
+            self._ask(model)
+        return ()
+
     def on_train_begin(self) -> None:
-        """Asks the model before the first step, while nothing wraps it and no feature records its forward passes."""
-        if self.run.sharded is not None:
-            return
-        self._ask(self.run.model)
-        if not (self.positions or self.answers):
+        """Rests if the model needs nothing."""
+        if self.positions is False and self.answers is False:
             self.rest("before_rollout", "before_scoring", "around_scoring", "on_loss_inputs")
 
     def before_rollout(self, prompt_ids: Any) -> None:
-        """Asks a model that an engine shards, and one that is evaluated and not trained."""
+        """Asks a model that an engine shards."""
         self._ask(self.run.model)
 
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
@@ -101,7 +106,7 @@ class ScoringInputs(Feature):
 
     def _ask(self, model: nn.Module) -> None:
         if self.positions is None:
-            sharded, scores = self.run.sharded is not None, has_rollouts(type(self.run.trainer))
+            sharded, scores = shards_weights(self.run.args), has_rollouts(type(self.run.trainer))
             self.positions = scores and depends_on_shift(model, self._spacing, sharded)
         if self.answers is None:
             leaks = takes(model, TYPES) and sees_future(model, self._spacing, token_type=0)
