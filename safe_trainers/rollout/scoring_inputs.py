@@ -102,7 +102,8 @@ class ScoringInputs(Feature):
 
     @property
     def _spacing(self) -> float:
-        return EPS[self.run.policy.compute.text]
+        dtypes = self.run.policy.compute.value & EPS.keys()
+        return max((EPS[dtype] for dtype in dtypes), default=EPS["float32"])
 
     def _ask(self, model: nn.Module) -> None:
         if self.positions is None:
