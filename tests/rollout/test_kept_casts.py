@@ -170,8 +170,9 @@ def test_nothing_is_kept_if_memory_is_short(monkeypatch):
     needed = sum(weight.numel() * 2 for weight in kept_casts.frozen(kept_casts.float32_matrices(trainer.model)))
     for free, kept in ((2 * needed - 2, 0), (2 * needed, needed)):
         trainer = build(cell, steps=1)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
-        trainer.train()
+        with monkeypatch.context() as patched:  # some releases of transformers offload weights that do not fit
+            patched.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+            trainer.train()
         assert trainer._run.feature(kept_casts.KeptCasts).nbytes == kept
         assert (set(trainer.rollouts[0].values()) == {1}) is bool(kept)
 
