@@ -21,6 +21,7 @@ def warmed_up(curves, monkeypatch):
     return curve_tasks
 
 
+@pytest.mark.slow
 def test_a_nan_in_one_batch_ends_stock_and_not_safe(curves, warmed_up, tmp_path):
     curve = curves.CURVES["nan-sft"]
     stock, safe = (curves.run(curve, side, 0, tmp_path, max_steps=5) for side in curves.SIDES)
@@ -32,6 +33,7 @@ def test_a_nan_in_one_batch_ends_stock_and_not_safe(curves, warmed_up, tmp_path)
     assert stock["loss"][:2] == safe["loss"][:2]
 
 
+@pytest.mark.slow
 def test_without_the_nan_both_runs_are_identical(curves, warmed_up, tmp_path):
     curve = replace(curves.CURVES["nan-sft"], plant=None)
     stock, safe = (curves.run(curve, side, 0, tmp_path, max_steps=3) for side in curves.SIDES)
