@@ -151,21 +151,23 @@ def test_gradient_checkpointing_replays_the_same_rows(reentrant, chunks):
     model = moe_models.moe()
     ids, routers = tokens(model), find_routers(model)
     record = any_experts(routers)
-    plain = copy.deepcopy(model)
-    _, wanted, _ = replayed(plain, routers, record, ids)
+
+    def replayed_in_chunks(model):
+        found = find_routers(model)
+        tape, follower = Tape(model, found), Follower(found, record, replays=True)
+        tape.follow(follower)
+        torch.cat([logps_of(model, part) for part in ids.chunk(chunks)]).mean().backward()
+        tape.follow(None)
+        assert follower.differing().shape == (ROWS, LENGTH, len(found.found))
+        return gradients(model)
+
+    wanted = replayed_in_chunks(copy.deepcopy(model))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     model.train()
-    tape, follower = Tape(model, routers), Follower(routers, record, replays=True)
-    tape.follow(follower)
-    parts = [logps_of(model, part) for part in ids.chunk(chunks)]
-    torch.cat(parts).mean().backward()
-    tape.follow(None)
-    assert follower.differing().shape == (ROWS, LENGTH, len(routers.found))
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(
-            gradient, wanted[name], rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    made = replayed_in_chunks(model)
+    assert made.keys() == wanted.keys()
+    assert [name for name, gradient in made.items() if not torch.equal(gradient, wanted[name])] == []
 
 
 def test_what_a_router_chooses_itself_keeps_its_bits():
