@@ -40,7 +40,7 @@ WHY = {
 }
 
 
-PLAIN = {BFLOAT16: "nothing", FLOAT16: "`bf16=False, fp16=True`", FLOAT32: "`bf16=False`"}
+PLAIN = {BFLOAT16: "nothing", FLOAT16: "`fp16=True`", FLOAT32: "`bf16=False`"}
 """What a plain TRL config needs, since TRL enables bf16 by default."""
 
 
@@ -108,7 +108,7 @@ def wrong() -> str:
         [
             "- `Attempting to unscale FP16 gradients.`: trained weights are float16. A safe trainer trains them in "
             "float32.",
-            f"- `{mean.key}` {mean.look}: the sampler does not sample what the trainer scores. Stop, and "
+            f"- `{mean.key}` {mean.look}: sampler and trainer give the same tokens different probabilities. Stop, and "
             "apply the `fix` of the run's warning `mismatch-is-not-rounding`; without one, write "
             "`precision='fp16'`. "
             "[What to write](docs/metrics.md#precisionlogp_mismatch_mean).",

@@ -19,9 +19,9 @@ SECTIONS = {
     "rollout": ("Rewards and weight syncs", "rollout"),
 }
 NOTES = {
-    "optimizer": """A step whose gradients are not finite is skipped. `loss_scale` is logged if the loss is scaled, the
-two counts also if a step was skipped. They count from the start of the run, including resumed
-parts. The others cover the steps since the last log, and are absent without data.
+    "optimizer": """A step whose gradients are not finite is skipped. `loss_scale` is logged if the loss is scaled, and
+`skipped_steps` and `effective_steps` also if a step was skipped. They count from the start of the run, including
+resumed parts. The others cover the steps since the last log, and are absent without data.
 
 The sample has about 4,096 elements, at least 8 of each parameter, and does not change. Each element
 is weighted by the share of its parameter that it represents. It is read every fifth step that is
@@ -89,7 +89,7 @@ def metrics_page() -> str:
         "# Metrics: what is normal",
         "",
         "Each run logs `precision/...` metrics beside TRL's. `precision_metrics=False` disables them. Hand a log to",
-        "`safe-trainers explain runs/mine/log.json`: it prints the rows of this table that the run is beyond.",
+        "`safe-trainers explain runs/mine/log.json`: it prints each metric that is beyond its limit.",
         "",
         "| metric | normal | look when | most likely | write |",
         "|---|---|---|---|---|",

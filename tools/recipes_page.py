@@ -107,7 +107,7 @@ def _memory(keys: dict[str, Any]) -> str:
     name = keys["model_name_or_path"]
     size = re.search(r"([\d.]+)b\b", name, re.I)
     if size is None:
-        return "a small model"
+        return "not estimated, because the name of the model has no size"
     billions = float(size[1])
     if keys.get("load_in_4bit"):
         return f"about {billions * 0.6:.1f} GB of weights"

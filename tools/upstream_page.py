@@ -36,7 +36,8 @@ def upstream_page() -> str:
     lines = [
         "# Faults upstream",
         "",
-        f"{len(found)} scripts of at most 60 lines, each of which shows one fault that this package works around.",
+        f"{len(found)} scripts of at most 60 lines, each of which shows one fault of the newest or of older releases",
+        "that this package works around.",
         f"They import nothing of this package, so that they can be pasted into a report. {faults} of them print "
         "`FAULT` with",
         "the versions below.",
@@ -52,8 +53,7 @@ def upstream_page() -> str:
     for file in scripts.scripts():
         about, result = scripts.described(file), found.get(file.stem, {"verdict": "NOT RUN"})
         lines.append(
-            f"| [{file.stem}](#{file.stem.replace('_', '-')}) | {result['verdict']} | {result.get('number', '')} | "
-            f"{about['question']} |"
+            f"| [{file.stem}](#{file.stem}) | {result['verdict']} | {result.get('number', '')} | {about['question']} |"
         )
     lines += _by_release(list(found))
     for file in scripts.scripts():

@@ -73,7 +73,7 @@ def _columns(pairs: dict[str, dict[str, Any]]) -> list[str]:
     for package in SHOWN:
         numbers = (pair["versions"][package] for pair in pairs.values())
         lines.append(f"| {TITLES.get(package, package)} | " + " | ".join(numbers) + " |")
-    lines.append("| tested | " + " | ".join(pair.get("date", "earlier") for pair in pairs.values()) + " |")
+    lines.append("| tested | " + " | ".join(pair.get("date", "date not recorded") for pair in pairs.values()) + " |")
     for count in ("passed", "failed"):
         numbers = (f"{pair['core'][count]:,}" for pair in pairs.values())
         lines.append(f"| tests {count} | " + " | ".join(numbers) + " |")

@@ -1,4 +1,4 @@
-"""TRL generates in the dtype of the weights, and computes the loss under autocast: LoRA on float32 is two policies."""
+"""TRL generates in the dtype of the weights, and computes the loss under autocast."""
 
 import tempfile
 
