@@ -263,6 +263,7 @@ class Run:
         model_is_live: Whether the user passed a model, not the name of one.
         clock: Measures the phases of a step; `None` unless the run is profiled.
         loss_inputs: The inputs of the loss that is being computed, by name; empty outside of losses.
+        replaying: Whether a loss is being computed again, to find what was not finite.
     """
 
     args: Any
@@ -288,6 +289,7 @@ class Run:
         self.media_trial: Any = None
         self.clock: PhaseClock | None = None
         self.loss_inputs: Mapping[str, Any] = {}
+        self.replaying = False
         self._model: Any = None
         self._by_hook: dict[str, tuple[Feature, ...]] = {}
         self._warned: set[str] = set()

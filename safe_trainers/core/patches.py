@@ -63,7 +63,7 @@ PATCHES: Mapping[str, Patch] = {
         "transformers passes the gradient norm to no hook before the optimizer's step",
     ),
     "replayed-loss": Patch(
-        "the trainer's accelerator", ("gather", "gather_for_metrics", "reduce"), BLOCK,
+        "the trainer's accelerator", ("gather", "gather_for_metrics", "pad_across_processes", "reduce"), BLOCK,
         "TRL gathers metrics of all ranks in a loss; one that is computed again may fail on one rank alone",
     ),
     "replayed-model": Patch(

@@ -38,6 +38,7 @@ class RunRecorder(Feature):
         self._first = steps[0]
         folder = Path(args.output_dir, storage.FOLDER)
         self._writer = StepWriter(self.run.model, folder, steps, self._ended, args, args.process_index)
+        self._writer.recorder.paused = lambda: self.run.replaying
 
     def on_step_begin(self) -> None:
         """Begins to record the next step, if it is one of `record_steps`."""
@@ -60,7 +61,7 @@ class RunRecorder(Feature):
 
     def around_loss(self, call: Callable[[], Any]) -> Any:
         """Records a loss and its inputs."""
-        if self._writer is None:
+        if self._writer is None or self.run.replaying:
             return call()
         inputs = self.run.loss_inputs
         if inputs:

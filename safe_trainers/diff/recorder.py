@@ -53,7 +53,7 @@ def _hook(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def guarded(self: "Recorder", *args: Any) -> None:
-        if not self.recording:
+        if not self.recording or self.paused():
             return
         try:
             method(self, *args)
@@ -72,11 +72,13 @@ class Recorder:
 
     Attributes:
         sampling: Whether completions are being generated.
+        paused: Says whether the model is called for another purpose, so that the calls are not recorded.
         error: The error that ended the recording of this step in a hook; `None` without.
     """
 
     def __init__(self, model: nn.Module, args: Any = None) -> None:
         self.model, self.sampling = model, False
+        self.paused: Callable[[], bool] = lambda: False
         self.error: Exception | None = None
         self._arguments, self._configs = settings.of_arguments(args), dict[int, Any]()
         self._handles: list[Any] = []

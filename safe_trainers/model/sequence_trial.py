@@ -39,7 +39,7 @@ def takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(unwrap(model).forward).parameters
 
 
-def depends_on_shift(model: nn.Module, spacing: float, sharded: bool = False) -> bool:
+def depends_on_shift(model: nn.Module, spacing: float, wrapped: bool = False) -> bool | None:
     """Whether a model's log-probabilities change if all tokens are at later positions.
 
     They change with learned or absolute positions (GPT-2), and only by rounding with rotary or relative ones. TRL pads
@@ -49,10 +49,11 @@ def depends_on_shift(model: nn.Module, spacing: float, sharded: bool = False) ->
     Args:
         model: The model that is called, wrapped or not.
         spacing: The spacing of the run's compute dtype at 1.
-        sharded: Whether an engine shards the weights; the model is then called as it is wrapped.
+        wrapped: Whether to call the model as it is wrapped, for example under autocast. Otherwise, float32 weights
+            compute in float32.
 
     Returns:
-        The answer; `False` if the model takes no positions or cannot be asked.
+        The answer; `False` if the model takes no positions, `None` if it cannot be run on text alone.
     """
     if not takes(model, "position_ids"):
         return False
@@ -62,12 +63,12 @@ def depends_on_shift(model: nn.Module, spacing: float, sharded: bool = False) ->
     device = next(model.parameters()).device
     positions = torch.arange(LENGTH, device=device)  # (T,)
     inputs = {"position_ids": torch.stack([positions, positions + shift])}
-    exact = not sharded and _in_float32(model)
+    exact = not wrapped and _in_float32(model)
     logps = _log_probabilities(model, 2, inputs, exact=exact)
-    return logps is not None and _differ(logps[0], logps[1], FLOAT32_SPACING if exact else spacing)
+    return None if logps is None else _differ(logps[0], logps[1], FLOAT32_SPACING if exact else spacing)
 
 
-def sees_future(model: nn.Module, spacing: float, token_type: int) -> bool:
+def sees_future(model: nn.Module, spacing: float, token_type: int) -> bool | None:
     """Whether a model's log-probabilities depend on later tokens if all tokens have a token type.
 
     Args:
@@ -76,12 +77,12 @@ def sees_future(model: nn.Module, spacing: float, token_type: int) -> bool:
         token_type: The type, as in `token_type_ids`.
 
     Returns:
-        The answer; `False` if the model cannot be asked.
+        The answer; `None` if the model cannot be run on text alone.
     """
     device = next(model.parameters()).device
     types = torch.full((2, LENGTH), token_type, device=device)  # (B, T)
     logps = _log_probabilities(model, 2, {"token_type_ids": types}, change_last=True)
-    return logps is not None and _differ(logps[0, :-1], logps[1, :-1], spacing)
+    return None if logps is None else _differ(logps[0, :-1], logps[1, :-1], spacing)
 
 
 def _log_probabilities(

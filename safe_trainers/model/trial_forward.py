@@ -81,9 +81,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     attributes = [{name: value for name, value in kept.items() if isinstance(value, _PLAIN)} for kept in own]
     buffers = [dict(module._buffers) for module in modules]
     values = {id(b): b.clone() for held in buffers for b in held.values() if b is not None and not b.is_meta}
-    device = next(itertools.chain(model.parameters(), model.buffers())).device
-    devices = [device] if device.type not in {"cpu", "meta"} else []
-    forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+    devices = devices_of(model)
+    forked = torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
     with forked, _restored_generators(itertools.chain(*(kept.values() for kept in own))):
         try:
             yield
@@ -96,6 +95,12 @@ def restored(model: nn.Module) -> Iterator[None]:
                     if buffer is not None and id(buffer) in values and not torch.equal(buffer, values[id(buffer)]):
                         with torch.no_grad():
                             buffer.copy_(values[id(buffer)])
+
+
+def devices_of(model: nn.Module) -> list[torch.device]:
+    """Returns the devices of a model other than the CPU, each once; several if the model is divided among them."""
+    found = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
+    return sorted((device for device in found if device.type not in {"cpu", "meta"}), key=str)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import copy
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ..core.feature import Run
-from ..core.patches import patched
-from ..model.trial_forward import restored
+from ..core.patches import PATCHES, patched
+from ..model.trial_forward import devices_of, restored
 
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Replay:
         Returns:
             What `compute` returns.
         """
-        generators = self._generators or _all_generators(self.run.accelerator.device)
+        generators = self._generators or _all_generators(self._devices)
         call = LossCall(compute, self.run.loss_inputs, {name: g.get() for name, g in generators.items()})
         result = compute()
         if self._generators is None:
@@ -122,6 +122,10 @@ class Replay:
             while len(self.calls) > 1 and sum(call.nbytes for call in self.calls) > KEPT_BYTES:
                 self.calls.popleft()
         return result
+
+    @property
+    def _devices(self) -> set[torch.device]:
+        return {self.run.accelerator.device, *devices_of(self.run.model)}
 
     def next_step(self, undecided: bool) -> None:
         """Forgets the losses of a step.
@@ -148,7 +152,7 @@ class Replay:
         run = self.run
         if call.seed is None or not self.possible:  # hooks of the optimizer exist only now
             return None
-        outer, run.loss_inputs = run.loss_inputs, call.inputs
+        outer, run.loss_inputs, run.replaying = run.loss_inputs, call.inputs, True
         try:
             with contextlib.ExitStack() as stack:
                 for context in (
@@ -163,7 +167,7 @@ class Replay:
                     torch.enable_grad(),
                 ):
                     stack.enter_context(context)
-                for name, generator in _all_generators(run.accelerator.device).items():
+                for name, generator in _all_generators(self._devices).items():
                     if name in call.random_state:
                         generator.set(call.random_state[name])
                 with run.trainer.compute_loss_context_manager():
@@ -174,7 +178,7 @@ class Replay:
             logger.info("a loss could not be computed again: %s: %s", type(error).__name__, error)
             return None
         finally:
-            run.loss_inputs = outer
+            run.loss_inputs, run.replaying = outer, False
 
 
 def loss_of(result: Any) -> Any:
@@ -182,18 +186,19 @@ def loss_of(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _all_generators(device: torch.device) -> dict[str, _Generator]:
+def _all_generators(devices: Iterable[torch.device]) -> dict[str, _Generator]:
     """The random generators that a loss can use, by name."""
     found = {
         "torch": _Generator(torch.get_rng_state, torch.set_rng_state, cheap=True),
         "python": _Generator(random.getstate, random.setstate),
         "numpy": _Generator(_numpy_state, _set_numpy_state),
     }
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        found["device"] = _Generator(
-            partial(module.get_rng_state, device), partial(module.set_rng_state, device=device), cheap=True
-        )
+    for device in devices:
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            found[str(device)] = _Generator(
+                partial(module.get_rng_state, device), partial(module.set_rng_state, device=device), cheap=True
+            )
     return found
 
 
@@ -264,7 +269,8 @@ def _without_collectives(run: Run) -> Iterator[None]:
 
     wrapped = getattr(run.trainer, "model_wrapped", run.model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched("replayed-loss", accelerator, gather=own, gather_for_metrics=own, reduce=own))
+        replaced = dict.fromkeys(PATCHES["replayed-loss"].names, own)
+        stack.enter_context(patched("replayed-loss", accelerator, **replaced))
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             stack.enter_context(patched("replayed-model", wrapped, forward=wrapped.module))
         yield

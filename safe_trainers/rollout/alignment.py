@@ -359,7 +359,7 @@ def undo_casts(model: nn.Module, exempt: Iterable[str] = ()) -> Iterator[None]:
     the sampler's position embeddings would differ from the trainer's, the more the later the token.
 
     Args:
-        model: The model, wrapped or not. Its parameters stay the same objects.
+        model: The model, wrapped or not. After the block it has the same parameters as before.
         exempt: Names, in the base model, of modules that are not cast, because their inputs are cast to float32.
     """
     # `nn.Module.to` calls `_apply` on each submodule.

@@ -82,13 +82,15 @@ def left_out(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], t
         with undisturbed(model):
             scored = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1]  # (1, T - 1, V)
-        found = scored.log_probs[:, : ids.shape[1] - 1].double()  # (1, T - 1)
     except Exception as error:  # this model has no fused head, or cannot be run on text alone
         logger.info("the two heads cannot be compared: %s: %s", type(error).__name__, error)
         return None
+    # A model that is divided among devices may return the two on different ones.
+    found = scored.log_probs[:, : ids.shape[1] - 1].double().to(logits.device)  # (1, T - 1)
+    chosen = ids[:, 1:, None].to(logits.device)
 
     def distance(values: torch.Tensor) -> torch.Tensor:
-        logps = (values.double() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        logps = (values.double() / temperature).log_softmax(-1).gather(-1, chosen).squeeze(-1)
         return (logps - found).abs().mean()
 
     unscaled, scaled = distance(logits), distance(process(logits))

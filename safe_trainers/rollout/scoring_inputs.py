@@ -50,7 +50,7 @@ class ScoringInputs(Feature):
     def check(self, model: nn.Module) -> Iterable[Problem]:
         """Asks the model at construction, while nothing wraps it or watches its forward passes; finds no problems."""
         if not shards_weights(self.run.args):
-            self._ask(model)
+            self._ask(model, wrapped=False)
         return ()
 
     def on_train_begin(self) -> None:
@@ -59,7 +59,7 @@ class ScoringInputs(Feature):
             self.rest("before_rollout", "before_scoring", "around_scoring", "on_loss_inputs")
 
     def before_rollout(self, prompt_ids: Any) -> None:
-        """Asks a model that an engine shards."""
+        """Asks a model that an engine shards, or that computes only as it is wrapped."""
         self._ask(self.run.model)
 
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
@@ -105,13 +105,17 @@ class ScoringInputs(Feature):
         dtypes = self.run.policy.compute.value & EPS.keys()
         return max((EPS[dtype] for dtype in dtypes), default=EPS["float32"])
 
-    def _ask(self, model: nn.Module) -> None:
+    def _ask(self, model: nn.Module, wrapped: bool = True) -> None:
+        """Asks what is not known yet. A wrapped model that cannot be run is not asked again."""
         if self.positions is None:
-            sharded, scores = shards_weights(self.run.args), has_rollouts(type(self.run.trainer))
-            self.positions = scores and depends_on_shift(model, self._spacing, sharded)
+            scores = has_rollouts(type(self.run.trainer))
+            found = depends_on_shift(model, self._spacing, wrapped) if scores else False
+            self.positions = False if found is None and wrapped else found
         if self.answers is None:
-            leaks = takes(model, TYPES) and sees_future(model, self._spacing, token_type=0)
-            self.answers = leaks and not sees_future(model, self._spacing, ANSWER)
+            leaks = sees_future(model, self._spacing, token_type=0) if takes(model, TYPES) else False
+            self.answers = not sees_future(model, self._spacing, ANSWER) if leaks else leaks
+            if self.answers is None and wrapped:
+                self.answers = False
 
     def _complete(
         self, completion: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

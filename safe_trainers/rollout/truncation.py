@@ -19,6 +19,7 @@ from ..core.feature import Feature, Run
 from ..model.parts import find_parts, unwrap
 from ..policy.distributed import shards_weights
 from ..policy.sampling import CORRECTABLE, CORRECTION, changed_settings, uncorrectable
+from .head_scaling import postprocessing
 
 
 OLD_KEY = "old_per_token_logps"
@@ -279,10 +280,8 @@ class TruncationCorrection(Feature):
         model: Any = unwrap(self.run.model)
         with self.run.trainer.compute_context():
             logits: torch.Tensor = model.get_output_embeddings()(states)
-        config = model.config.get_text_config()
-        logits = logits.float() * logit_scale(config)
-        cap = getattr(config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        process = postprocessing(model.config.get_text_config())
+        return logits.float() if process is None else process(logits.float())
 
     def _check_logits(self, own: torch.Tensor, scored: torch.Tensor) -> None:
         worst = (own - scored).abs().max().item()
@@ -290,16 +289,3 @@ class TruncationCorrection(Feature):
             given = f"{type(unwrap(self.run.model)).__name__} with truncated sampling and {CORRECTION}=True"
             reason = f"its logits differ from those of its head, by {worst:.3g} nats for one token"
             raise PrecisionError([refuse("truncation-cannot-be-corrected", given, reason=reason)])
-
-
-def logit_scale(config: Any) -> float:
-    """The factor by which a model multiplies the outputs of its head.
-
-    Args:
-        config: The config of the text model. Models of Cohere, Falcon-H1 and Granite name it differently.
-    """
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            return float(getattr(config, name))
-    scaling = getattr(config, "logits_scaling", None)
-    return 1.0 if scaling is None else 1 / float(scaling)

@@ -49,24 +49,54 @@ def apply_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
 def weights_restored(model: nn.Module) -> Iterator[None]:
     """Restores the values of a model that is cast in place while the block runs, on the device that it is on then.
 
-    While the block runs, the original values and their casts are both in memory.
+    While the block runs, modules hold other parameters with the same values: a parameter whose own dtype changes loses
+    its gradient accumulator and the hooks on it, with which DDP averages gradients. Parameters of other types, such as
+    packed or sharded ones, stay, and their values are restored. The original values and their casts are both in
+    memory.
 
     Args:
-        model: The model, wrapped or not. Its parameters stay the same objects.
+        model: The model, wrapped or not. After the block it has the same parameters and gradients as before.
     """
-    tensors = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
-    originals = [(tensor, tensor.data) for tensor in tensors if tensor is not None]
+    places = [
+        (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
+    ]
+    held = {id(p): _stand_in(p) for _, _, p in places}
+    kept = [t for p in model.parameters() if held[id(p)] is None for t in (p, p.grad) if t is not None]
+    originals = [(tensor, tensor.data) for tensor in kept]
     # `nn.Module.to` writes to `parameter.data`, but replaces buffers by new tensors.
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     try:
+        for module, name, parameter in places:
+            if (stand_in := held[id(parameter)]) is not None:
+                setattr(module, name, stand_in)
         yield
     finally:
+        for module, name, parameter in places:
+            if (stand_in := held[id(parameter)]) is not None:
+                setattr(module, name, parameter)
+                _follow(parameter, stand_in.device)
         for tensor, data in originals:
             tensor.data = data.to(tensor.device)
         for module, own in buffers:
             for name, buffer in own.items():
                 cast = module._buffers.get(name)
                 module._buffers[name] = buffer if buffer is None or cast is None else buffer.to(cast.device)
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter | None:
+    """Returns another parameter with the same values; `None` for packed parameters and those that an engine shards."""
+    if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor or hasattr(parameter, "ds_id"):
+        return None
+    made = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _follow(parameter: nn.Parameter, device: torch.device) -> None:
+    """Moves a parameter and its gradient to the device to which its stand-in was moved."""
+    for tensor in (parameter, parameter.grad):
+        if tensor is not None and tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def extra_bytes(casts: Iterable[ParameterCast]) -> int:

@@ -21,6 +21,7 @@ from safe_trainers.diff import digest, storage
 from safe_trainers.diff.compare import compare_recordings, compare_rollout
 from safe_trainers.diff.names import canonical, fused_parts, pairs, watched_modules
 from safe_trainers.diff.recorder import Recorder, _hook
+from safe_trainers.numerics.replay import Replay
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
@@ -321,6 +322,26 @@ def test_an_error_of_the_recorder_ends_the_recording_and_not_the_run(place, tmp_
     assert hooks_of(trainer.model) == hooks_of(plain.model)
     assert cells.fingerprint(trainer.model) == cells.fingerprint(plain.model)
     assert not list((tmp_path / storage.FOLDER).glob("step-*"))
+
+
+def test_the_diagnosis_of_a_skipped_step_is_not_recorded(tmp_path, monkeypatch):
+    """Its losses are computed again while the recorder's hooks are on the model."""
+    events, passes, again = {}, [], Replay.again
+
+    def counted(self, *args):
+        passes.append(1)
+        return again(self, *args)
+
+    for diagnosed in (True, False):
+        monkeypatch.setattr(Replay, "again", counted if diagnosed else lambda *args: None)
+        folder = tmp_path / str(diagnosed)
+        trainer = build(folder, record_steps=[1], steps=1)
+        trainer.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+        with pytest.raises(PrecisionError, match=r"\[no-step-taken\]"):
+            trainer.train()
+        events[diagnosed] = len(storage.read_recording(folder).step(1).events)
+    assert passes
+    assert events[True] == events[False] > 50
 
 
 def test_an_error_while_stock_is_recorded_is_a_warning(tmp_path, monkeypatch):

@@ -620,15 +620,17 @@ rank, again, passes = int(os.environ["RANK"]), Replay.again, []
 Replay.again = lambda *args: passes.append(1) or again(*args)
 # Of process 1, all rewards of a group are equal, so that the gradients of its first loss are 0.
 here.cells.token_reward = lambda completion_ids, **_: [float(sum(ids) % 7) * (rank == 0) for ids in completion_ids]
-trainer = here.build("grpo", "fp16", loss_scale_init=1024.0, per_device_train_batch_size=4)
+trainer = here.build("grpo", "fp16", loss_scale_init=1024.0, per_device_train_batch_size=4, **CHANGES)
 trainer.train()
 open(f"{sys.argv[1]}/{rank}.txt", "w").write(f"{len(passes)} {here.cells.fingerprint(trainer.model)}")
 """
 
 
 @pytest.mark.slow
-def test_one_process_alone_computes_a_loss_again(tmp_path):
-    run_in_two_processes(ALONE, tmp_path, beside=__file__)
+@pytest.mark.parametrize("changes", [{}, {"top_entropy_quantile": 0.5}], ids=str)
+def test_one_process_alone_computes_a_loss_again(changes, tmp_path):
+    """With `top_entropy_quantile`, TRL's loss pads and gathers entropies of all ranks."""
+    run_in_two_processes(f"CHANGES = {changes!r}\n{ALONE}", tmp_path, beside=__file__)
     first, second = ((tmp_path / f"{rank}.txt").read_text().split() for rank in (0, 1))
     assert int(first[0]) == 0 < int(second[0])
     assert first[1] == second[1]

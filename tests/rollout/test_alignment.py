@@ -1,5 +1,6 @@
 """What rollouts compute in, and that generation leaves the trainer's weights alone."""
 
+import contextlib
 import copy
 import shutil
 import sys
@@ -166,15 +167,50 @@ def test_fp32_modules_compute_in_float32_in_continuous_batching(name):
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
+def test_hooks_of_gradient_accumulators_fire_after_a_cast():
+    """DDP averages gradients in such hooks. TRL's cast alone removes them, and each process trains its own model."""
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
+
+    def fired(model, context):
+        names, accumulators = set(), []
+        for name, parameter in model.named_parameters():
+            (accumulator, _), *_ = parameter.expand_as(parameter).grad_fn.next_functions  # as torch's reducer finds it
+            accumulator.register_hook(lambda *_, name=name: names.add(name))
+            accumulators.append(accumulator)
+        originals = [parameter.data for parameter in model.parameters()]
+        with context(model):
+            model.to(torch.bfloat16)
+        for parameter, data in zip(model.parameters(), originals, strict=True):
+            assert context is undo_casts or parameter.dtype == torch.bfloat16
+            parameter.data = data
+        model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+        return names
+
+    assert fired(copy.deepcopy(model), contextlib.nullcontext) == set()
+    assert fired(model, undo_casts) == {name for name, _ in model.named_parameters()}
+
+
+def test_tied_weights_are_one_parameter_during_a_cast_and_after_it():
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
+    tied, embedding = model.lm_head.weight, model.get_input_embeddings()
+    embedding.weight = tied
+    with undo_casts(model):
+        model.to(torch.bfloat16)
+        assert embedding.weight is model.lm_head.weight is not tied
+        assert embedding.weight.dtype == torch.bfloat16
+    assert embedding.weight is model.lm_head.weight is tied
+    assert tied.dtype == torch.float32
+
+
 def test_gradients_that_are_being_accumulated_are_kept_too():
-    """TRL's cast takes them along, in the middle of an optimizer step."""
+    """TRL's cast would take them along, in the middle of an optimizer step."""
     model = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
     model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
     before = {n: (p.data_ptr(), p.grad.data_ptr(), p.grad.clone()) for n, p in model.named_parameters()}
     buffers = {name: buffer for name, buffer in model.named_buffers()}
     with undo_casts(model):
         model.to(torch.bfloat16)
-        assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     for name, parameter in model.named_parameters():
         place, grad_place, grad = before[name]
         assert (parameter.data_ptr(), parameter.grad.data_ptr()) == (place, grad_place)

@@ -21,7 +21,7 @@ from safe_trainers import tiny
 from safe_trainers.model.sequence_trial import depends_on_shift, sees_future
 from safe_trainers.rollout import head_scaling
 from safe_trainers.rollout.mismatch import EPS
-from safe_trainers.rollout.scoring_inputs import positions_of
+from safe_trainers.rollout.scoring_inputs import ScoringInputs, positions_of
 from upstream import why_not_built
 
 
@@ -105,7 +105,7 @@ def test_small_effects_of_positions_are_found_under_autocast(autocast: torch.dty
     wrapped = torch.autocast("cpu", autocast)(type(model).forward)
     model.forward = functools.partial(wrapped, model)  # as accelerate wraps a model
     assert depends_on_shift(model, EPS[str(autocast)[6:]])
-    assert not depends_on_shift(model, EPS[str(autocast)[6:]], sharded=True)  # it is called as it is wrapped
+    assert not depends_on_shift(model, EPS[str(autocast)[6:]], wrapped=True)  # under autocast
 
 
 def _shift_by_position(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -141,12 +141,12 @@ def test_positions_are_those_of_generate() -> None:
 # ---- Text: left-padded prompts --------------------------------------------------------------------------------------
 
 
-def text_trainer(safe: bool, task: str, kind: str = "gpt2", **changes: Any) -> Any:
+def text_trainer(safe: bool, task: str, kind: str = "gpt2", model: Any = None, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = {**(ABSOLUTE | RELATIVE)[kind], "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     prompts = ["a" * (3 + 5 * length) for length in range(8)]  # of different lengths, so that TRL pads them
     return (cells.SAFE if safe else cells.STOCK)[task](
-        model=build(kind, config),
+        model=build(kind, config) if model is None else model,
         args=cells.PLAIN[task](**cells.settings(Cell("text", task, "fp32", None), max_completion_length=8, **changes)),
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         reward_funcs=cells.token_reward,
@@ -193,6 +193,18 @@ def test_left_padded_prompts_are_scored_at_the_positions_at_which_they_were_samp
     assert next(e["precision/logp_mismatch_max"] for e in trainer.state.log_history if "loss" in e) < 1e-5
     assert ("scoring", "gets position_ids without the padding") in changes(trainer)
     assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+
+
+def test_a_model_that_computes_only_under_autocast_is_asked_at_its_first_rollout() -> None:
+    """Its layers get float32 from the embeddings, and have half-precision weights."""
+    model = build("gpt2", ABSOLUTE["gpt2"])
+    model.transformer.h.to(torch.bfloat16).requires_grad_(False)
+    assert depends_on_shift(model, EPS["bfloat16"]) is None
+    trainer = text_trainer(True, "grpo", model=model, bf16=True, steps=1)
+    feature = trainer._run.feature(ScoringInputs)
+    trainer.train()
+    assert feature.positions is True
+    assert feature.answers is False
 
 
 def test_rotary_models_get_the_inputs_of_stock_and_train_with_its_bits() -> None:

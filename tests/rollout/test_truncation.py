@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from safe_trainers.rollout.truncation import History, SamplingRule, logit_scale
+from safe_trainers.rollout.head_scaling import postprocessing
+from safe_trainers.rollout.truncation import History, SamplingRule
 
 
 VOCABULARY, LENGTH = 60, 24
@@ -88,7 +89,8 @@ def test_a_rule_without_effect_is_the_softmax():
 @pytest.mark.parametrize(
     ("config", "scale"),
     [({}, 1.0), ({"logit_scale": 0.25}, 0.25), ({"logit_scale": None}, 1.0), ({"logits_scaling": 4}, 0.25),
-     ({"lm_head_multiplier": 2}, 2.0)],
+     ({"lm_head_multiplier": 2}, 2.0), ({"logits_scaling": 4, "model_type": "hyperclovax"}, 4.0)],
 )  # fmt: skip
 def test_the_scale_of_the_logits(config, scale):
-    assert logit_scale(type("Config", (), config)()) == scale
+    process, logits = postprocessing(type("Config", (), config)()), torch.tensor([1.0, 3.0])
+    assert torch.equal(logits if process is None else process(logits), logits * scale)
