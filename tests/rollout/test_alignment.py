@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.training_args import ParallelMode
+from two_processes import run_in_two_processes
 
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning, SafeGRPOConfig
 from safe_trainers.core.device import Device
@@ -110,6 +111,31 @@ def test_continuous_batching_leaves_masters_and_optimizer_alone(cell):
     coverage = trainer.precision.coverage["rollout"]
     assert (coverage.state, trainer.precision.coverage.fired["rollout"]) == ("covered", 3)
     assert "half-precision copy" in coverage.detail
+
+
+TWO = """
+import os, sys
+import test_alignment as here
+
+rank, safe = int(os.environ["RANK"]), sys.argv[2] == "safe"
+here.cells.token_reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]
+cell = here.Cell("text", "grpo", "fp32", "bf16")
+trainer = here.build(cell, safe=safe, steps=2, per_device_train_batch_size=4, learning_rate=1e-3, **here.CONTINUOUS)
+assert trainer.accelerator.num_processes == 2
+trainer.train()
+open(f"{sys.argv[1]}/{rank}.txt", "w").write(here.cells.fingerprint(trainer.model))
+"""
+
+
+@pytest.mark.slow
+@needs_continuous_settings
+@needs_continuous_autocast
+@pytest.mark.parametrize("trainer", ["stock", "safe"])
+def test_two_processes_train_one_model_after_continuous_batching(trainer, tmp_path):
+    """TRL's cast removes the hooks with which DDP averages gradients."""
+    run_in_two_processes(TWO, tmp_path, trainer, beside=__file__)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert (first == second) is (trainer == "safe")
 
 
 @needs_continuous_settings
