@@ -18,7 +18,7 @@ from PIL import Image
 from torch import nn
 
 from ..core.dtypes import to_torch
-from .parts import elements_of, find_parts, is_quantized, unwrap
+from .parts import elements_of, find_parts, holds_packed, is_quantized, unwrap
 
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def restored(model: nn.Module) -> Iterator[None]:
     """Restores, when a block ends, what a forward pass may change.
 
-    That is training mode, buffers, plain attributes such as counters, and the states of random generators of torch,
-    Python, NumPy and the model's modules.
+    That is training mode, buffers other than packed weights, plain attributes such as counters, and the states of
+    random generators of torch, Python, NumPy and the model's modules.
 
     Args:
         model: The model that is called in the block.
@@ -80,7 +80,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     own = [{name: value for name, value in vars(module).items() if name not in _TABLES} for module in modules]
     attributes = [{name: value for name, value in kept.items() if isinstance(value, _PLAIN)} for kept in own]
     buffers = [dict(module._buffers) for module in modules]
-    values = {id(b): b.clone() for held in buffers for b in held.values() if b is not None and not b.is_meta}
+    copied = [b for m in modules if m._buffers for b in _changeable(m)]
+    values = {id(b): b.clone() for b in copied}
     devices = devices_of(model)
     forked = torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
     with forked, _restored_generators(itertools.chain(*(kept.values() for kept in own))):
@@ -95,6 +96,14 @@ def restored(model: nn.Module) -> Iterator[None]:
                     if buffer is not None and id(buffer) in values and not torch.equal(buffer, values[id(buffer)]):
                         with torch.no_grad():
                             buffer.copy_(values[id(buffer)])
+
+
+def _changeable(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the buffers of a module that a forward pass may change, which packed weights are not."""
+    packed = holds_packed(module, in_buffers=True)
+    for buffer in module._buffers.values():
+        if buffer is not None and not buffer.is_meta and not (packed and buffer.ndim > 1 and is_quantized(buffer)):
+            yield buffer
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:

@@ -8,11 +8,19 @@ import cells
 import numpy as np
 import pytest
 import torch
+from live_bytes import LiveBytes
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from safe_trainers import tiny
-from safe_trainers.model.trial_forward import is_loaded, sample_inputs, trial_error, try_sample, undisturbed
+from safe_trainers.model.trial_forward import (
+    is_loaded,
+    restored,
+    sample_inputs,
+    trial_error,
+    try_sample,
+    undisturbed,
+)
 from safe_trainers.numerics.activations import extremes
 
 
@@ -125,3 +133,22 @@ def test_a_block_changes_nothing_that_a_forward_pass_may_change():
     assert model.made is None
     assert model() == expected
     assert model.calls is calls
+
+
+class _Packed(nn.Module):
+    """A layer of GPTQ's form: packed weights and scales are buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(256, 256, dtype=torch.int32))
+        self.register_buffer("scales", torch.ones(16))
+
+
+def test_packed_weights_in_buffers_are_not_copied():
+    model = nn.Sequential(_Packed(), nn.BatchNorm1d(16))
+    with LiveBytes() as count, restored(model):
+        model[0].scales.add_(1)
+        model[1](torch.rand(4, 16))
+    assert count.peak < model[0].qweight.nbytes / 10
+    assert torch.equal(model[0].scales, torch.ones(16))
+    assert torch.equal(model[1].running_mean, torch.zeros(16))
