@@ -82,7 +82,7 @@ def commands(page):
 def runnable(page):
     """The commands of a page up to one that installs an extra whose package is not in this environment."""
     for line in commands(page):
-        extras = re.findall(r"pip install .*safe-trainers\[(\w+)\]", line)
+        extras = re.findall(r"pip install .*(?:safe-trainers|\.)\[(\w+)\]", line)
         if any(importlib.util.find_spec(extra) is None for extra in extras):
             return
         yield line

@@ -81,10 +81,8 @@ class Recorder:
         self.paused: Callable[[], bool] = lambda: False
         self.error: Exception | None = None
         self._arguments, self._configs = settings.of_arguments(args), dict[int, Any]()
-        self._handles: list[Any] = []
+        self._handles, self._parameters, self._open = list[Any](), dict[int, list[str]](), False
         self.known: dict[str, Any] | None = None
-        self._parameters: dict[int, list[str]] = {}
-        self._open = False
 
     # ---- Steps ----
 
