@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .parts import is_quantized, unwrap
-from .trial_forward import undisturbed
+from .trial_forward import is_loaded, undisturbed
 
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ def _log_probabilities(
     Returns:
         The log-probabilities; `None` if the model cannot be run on text alone.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        logger.info("the weights are not loaded; how the model treats positions is not known")
+    if not is_loaded(model):
+        logger.info("an engine has not loaded the weights; how the model treats positions is not known")
         return None
     ids = text_sequence(unwrap(model), LENGTH + 1)
     another, ids = ids[0, -1], ids[:, :-1].repeat(rows, 1)  # (B, T)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from processes import DISTRIBUTED_TYPES
 from test_parity_two_processes import ADAPTER, ALIKE, QLORA, distance
-from two_processes import run_in_two_processes
 
 
 pytestmark = [
@@ -140,28 +139,3 @@ def test_a_resumed_run_is_the_uninterrupted_one(engine):
         assert len(whole["losses"]) == 4
         assert resumed["losses"] == whole["losses"]
         assert resumed["sums"] == whole["sums"]
-
-
-POSITIONS = """
-import os, sys
-from pathlib import Path
-import child
-sys.path.insert(0, str(Path(child.__file__).parents[1] / "rollout"))
-import test_scoring_inputs as here
-
-child.ENGINE = "zero3"
-config = child.deepspeed_config()
-trainer = here.text_trainer(True, "grpo", steps=1, per_device_train_batch_size=2, deepspeed=config)
-trainer.train()
-parameter = next(trainer.model.parameters())
-assert parameter.numel() < parameter.ds_numel
-found = ("scoring", "gets position_ids without the padding") in here.changes(trainer)
-Path(sys.argv[1], os.environ["RANK"]).write_text(str(found))
-"""
-
-
-def test_a_model_with_absolute_positions_is_asked_through_its_engine(tmp_path, monkeypatch):
-    for name, value in processes.ENGINES["zero3"].items():
-        monkeypatch.setenv(name, value)
-    run_in_two_processes(POSITIONS, tmp_path, beside=__file__)
-    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["True", "True"]
