@@ -152,7 +152,7 @@ class UpdateSample:
         """Returns the sampled elements of all tensors, (S,); zeros for `None`."""
         device = self._repeats.device
         parts = [
-            torch.zeros(len(places), device=device)
+            torch.zeros(len(places), dtype=torch.float32, device=device)
             if tensor is None
             else local_shard(tensor).reshape(-1)[places].to(device)
             for tensor, places in zip(tensors, self._places, strict=True)

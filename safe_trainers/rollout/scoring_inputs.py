@@ -9,7 +9,8 @@ TRL gives the tokens of completions and of labels the type 0. A model in which t
 (PaliGemma's prompts) would predict each token from those that follow it. Tokens that are predicted get the type 1, as
 `generate` gives them.
 
-Both are asked of the model, with a few tokens, at construction.
+Both are asked of the model, with a few tokens, at construction, or at the first rollout if it cannot be run before. A
+model whose weights ZeRO-3 has partitioned is not asked, and is scored as in TRL.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,8 +38,8 @@ class ScoringInputs(Feature):
     """Completes the inputs of forward passes that compute log-probabilities.
 
     Attributes:
-        positions: Whether positions are passed to scoring; `None` while the model has not been asked.
-        answers: Whether tokens that are predicted get the type `ANSWER`; `None` while the model has not been asked.
+        positions: Whether positions are passed to scoring; `None` while it is not known.
+        answers: Whether tokens that are predicted get the type `ANSWER`; `None` while it is not known.
     """
 
     def __init__(self, run: Run) -> None:
@@ -112,10 +113,11 @@ class ScoringInputs(Feature):
             found = depends_on_shift(model, self._spacing, wrapped) if scores else False
             self.positions = False if found is None and wrapped else found
         if self.answers is None:
-            leaks = sees_future(model, self._spacing, token_type=0) if takes(model, TYPES) else False
-            self.answers = not sees_future(model, self._spacing, ANSWER) if leaks else leaks
-            if self.answers is None and wrapped:
-                self.answers = False
+            found = sees_future(model, self._spacing, token_type=0) if takes(model, TYPES) else False
+            if found:
+                leaks = sees_future(model, self._spacing, ANSWER)
+                found = None if leaks is None else not leaks
+            self.answers = False if found is None and wrapped else found
 
     def _complete(
         self, completion: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
