@@ -5,6 +5,9 @@ renormalised over the tokens that it keeps. TRL scores the whole vocabulary, so 
 is smaller by the probability of the kept tokens. The weight of a sequence is the product, which is close to zero. Here
 the trainer's log-probability is renormalised by the same rule, computed from the trainer's logits, before TRL compares
 the two. The sampled token always counts as kept, because rounding can move it across a threshold.
+
+What cannot be renormalised is refused if TRL corrects with importance weights. Without the correction only metrics
+compare the two, and they are not logged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +21,7 @@ from ..core.errors import PrecisionError, Problem, raise_if, refuse
 from ..core.feature import Feature, Run
 from ..model.parts import find_parts, unwrap
 from ..policy.distributed import shards_weights
-from ..policy.sampling import CORRECTABLE, CORRECTION, changed_settings, uncorrectable
+from ..policy.sampling import CORRECTABLE, CORRECTION, changed_settings, uncorrectable, uncorrectable_settings
 from .head_scaling import postprocessing
 
 
@@ -166,6 +169,7 @@ class TruncationCorrection(Feature):
         self._armed = False  # whether the next scoring is that of the policy on a rollout or a slice of one
         self._full: torch.Tensor | None = None  # TRL's own old log-probabilities, (B, C)
         self._inputs: Mapping[str, Any] = {}
+        self._failed: str | None = None  # why no shift can be computed
         self.shift: torch.Tensor | None = None
         """What was added to the last scored log-probabilities, or is to be added for the metrics, (B, C)."""
 
@@ -182,31 +186,45 @@ class TruncationCorrection(Feature):
 
     def check(self, model: nn.Module) -> Iterator[Problem]:
         """Refuses settings under which the trainer's log-probabilities cannot be renormalised."""
-        args = self.run.args
-        problem = uncorrectable(lambda name: getattr(args, name, None))
+        problem = uncorrectable(self._setting)
         if problem is not None:
             yield problem
-        elif self.active and self._corrects:
-            reasons = {
-                "FSDP or ZeRO-3 shards the head": shards_weights(args),
-                "`torch_compile=True` hides the inputs of the head": getattr(args, "torch_compile", False),
-            }
-            reason = next((text for text, applies in reasons.items() if applies), None)
-            if reason is not None:
-                given = ", ".join(setting for setting, _ in changed_settings(lambda name: getattr(args, name, None)))
-                drop = f"{CORRECTION}=True"
-                yield refuse("truncation-cannot-be-corrected", f"{given} with {drop}", reason=reason)
+        elif self.active and self._corrects and self._hidden_head is not None:
+            given = ", ".join(setting for setting, _ in changed_settings(self._setting))
+            drop = f"{CORRECTION}=True"
+            yield refuse("truncation-cannot-be-corrected", f"{given} with {drop}", reason=self._hidden_head)
+
+    def _setting(self, name: str) -> Any:
+        return getattr(self.run.args, name, None)
+
+    @property
+    def _hidden_head(self) -> str | None:
+        """Why the inputs of the head cannot be passed to it again; `None` if they can."""
+        reasons = {
+            "FSDP or ZeRO-3 shards the head": shards_weights(self.run.args),
+            "`torch_compile=True` hides the inputs of the head": self._setting("torch_compile"),
+        }
+        return next((text for text, applies in reasons.items() if applies), None)
 
     def ready(self) -> None:
         """Refuses penalties that count the tokens of one turn, if the run calls tools: TRL has set them by now."""
         if getattr(self.run.trainer, "tools", None):
-            raise_if([uncorrectable(lambda name: getattr(self.run.args, name, None), tools=True)])
+            raise_if([uncorrectable(self._setting, tools=True)])
 
     @property
     def active(self) -> bool:
         """Whether vLLM's log-probabilities refer to a part of the vocabulary, or to changed logits."""
-        args = self.run.args
-        return bool(getattr(args, "use_vllm", False) and changed_settings(lambda name: getattr(args, name, None)))
+        return bool(self._setting("use_vllm") and changed_settings(self._setting))
+
+    @property
+    def incomparable(self) -> str | None:
+        """Why the log-probabilities of vLLM and of the trainer refer to different distributions; `None` if not."""
+        if not self._setting("use_vllm"):
+            return None
+        named = uncorrectable_settings(self._setting, tools=bool(getattr(self.run.trainer, "tools", None)))
+        if named:
+            return f"vLLM samples with {', '.join(setting for setting, _ in named)}"
+        return (self._hidden_head or self._failed) if self.active else None
 
     # ---- Around what TRL does ----
 
@@ -225,6 +243,11 @@ class TruncationCorrection(Feature):
         """Computes `shift` in the next scoring, for metrics that compare a loss with samples of vLLM."""
         self._armed, self.shift = self.active, None
 
+    @property
+    def _needed(self) -> bool:
+        """Whether the shift is used; metrics alone do without it where it cannot be computed."""
+        return self._corrects or (self.run.settings.precision_metrics and not (self._hidden_head or self._failed))
+
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
         """Keeps what is scored."""
         self._inputs = inputs
@@ -232,9 +255,9 @@ class TruncationCorrection(Feature):
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions; the first scoring of a rollout is that of the policy."""
         inputs, self._inputs = self._inputs, {}
-        if not self._armed:
+        armed, self._armed = self._armed, False
+        if not armed or not self._needed:
             return call()
-        self._armed = False
         hidden: list[torch.Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -246,8 +269,15 @@ class TruncationCorrection(Feature):
             result = call()
         finally:
             handle.remove()
-        with torch.no_grad():
-            self.shift = self._shift(torch.cat(hidden), result[0].detach(), inputs)
+        try:
+            with torch.no_grad():
+                self.shift = self._shift(torch.cat(hidden), result[0].detach(), inputs)
+        except Exception as error:
+            if self._corrects:
+                raise
+            # Only metrics need the shift, and they state why they are missing.
+            found = error.problems[0].why if isinstance(error, PrecisionError) else f"{type(error).__name__}: {error}"
+            self._failed = f"truncated sampling, and {found.rstrip('.')}"
         if not self._corrects or result[0].requires_grad:  # a loss: only the metrics use the shift
             return result
         shift, self.shift = self.shift, None

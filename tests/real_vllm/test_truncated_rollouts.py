@@ -53,7 +53,24 @@ def test_what_cannot_be_corrected_is_refused_with_a_line_that_trains(build, chan
         build(TEXT, **LENGTH, **changes)
     assert "vllm_importance_sampling_correction=False" in str(caught.value)
     trainer = build(TEXT, **LENGTH, vllm_importance_sampling_correction=False, **changes)
-    assert first_log(trainer)["grad_norm"] > 0.1
+    log = first_log(trainer)
+    assert log["grad_norm"] > 0.1
+    assert MISMATCH not in log  # the two sides refer to different distributions
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_unknown_logits_end_a_run_only_where_its_weights_need_them(build, corrects, caplog):
+    trainer = build(TEXT, **LENGTH, top_k=10, vllm_importance_sampling_correction=corrects)
+    # TRL multiplies with the head's weight, so that its log-probabilities are not those of the head itself.
+    trainer.model.get_output_embeddings().register_forward_hook(lambda head, args, logits: 1.5 * logits)
+    if corrects:
+        with pytest.raises(PrecisionError, match="truncation-cannot-be-corrected"):
+            trainer.train()
+        return
+    log = first_log(trainer)
+    assert log["grad_norm"] > 0.1
+    assert MISMATCH not in log
+    assert "its logits differ from those of its head" in caplog.text
 
 
 def test_the_loss_compares_log_probabilities_of_the_whole_vocabulary(build):
