@@ -44,8 +44,10 @@ PARTS = ("families", "curves", "cost")
 RESULT = Path(__file__).parent / "results" / "experts.json"
 TRAINING = 600
 """Steps after which the experts of a layer differ; after 120 they are alike, and a flip changes little."""
-ROWS, TOKENS, PROMPT = 128, 64, 16
-"""Few tokens have a flip, and the largest mismatch of few of them is not that of many."""
+ROWS, MOST_ROWS, FLIPPED = 128, 1024, 32
+"""Sequences: the least and the most, doubled until this many tokens have a flip. The largest mismatch of a few such
+tokens is not that of many."""
+TOKENS, PROMPT = 64, 16
 GAPS = ("off", "rollout")
 HEAD = "lm_head"
 """The module that makes the logits, whose rounding in float16 hides what replay does to the largest mismatch."""
@@ -103,14 +105,27 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token in LETTERS for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
-def evaluated(model: nn.Module, family: str, precision: str, replay: str, **changes: Any) -> dict[str, float]:
-    """Samples and scores `ROWS` sequences, and returns the metrics."""
+def evaluated(
+    model: nn.Module, family: str, precision: str, replay: str, rows: int = ROWS, **changes: Any
+) -> dict[str, float]:
+    """Samples and scores sequences, and returns the metrics and the number of tokens with a flip."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(model, family, folder, ROWS, precision=precision, router_replay=replay, **changes)
+        trainer = trainer_of(model, family, folder, rows, precision=precision, router_replay=replay, **changes)
         set_seed(1)
         found = trainer.evaluate()
     key = "eval_precision/"
-    return {name: found[key + name] for name in KEYS if key + name in found}
+    tokens = rows * found["eval_completions/mean_length"]
+    flipped = round(found.get(key + "router_flip_any_frac", 0.0) * tokens)
+    return {name: found[key + name] for name in KEYS if key + name in found} | {"flipped": flipped}
+
+
+def with_flips(model: nn.Module, family: str, precision: str) -> tuple[int, dict[str, float]]:
+    """Evaluates more sequences until `FLIPPED` tokens have a flip; returns the number of sequences and the metrics."""
+    rows, found = ROWS, evaluated(model, family, precision, "off")
+    while found["flipped"] < FLIPPED and rows < MOST_ROWS:
+        rows *= 2
+        found = evaluated(model, family, precision, "off", rows)
+    return rows, found
 
 
 def families(names: tuple[str, ...], training: int) -> Iterator[list[dict[str, Any]]]:
@@ -121,15 +136,17 @@ def families(names: tuple[str, ...], training: int) -> Iterator[list[dict[str, A
         exact = evaluated(model, family, "fp32", "off")["logp_mismatch_mean"]
         rows = []
         for precision in ("bf16", "fp16"):
-            found: dict[str, Any] = {replay: evaluated(model, family, precision, replay) for replay in GAPS}
+            count, off = with_flips(model, family, precision)
+            on = evaluated(model, family, precision, "rollout", count)
+            found: dict[str, Any] = {"sequences": count, "off": off, "rollout": on}
             if precision == "fp16":
                 found["fp32_head"] = {
-                    replay: evaluated(model, family, precision, replay, fp32_modules=[HEAD]) for replay in GAPS
+                    replay: evaluated(model, family, precision, replay, count, fp32_modules=[HEAD]) for replay in GAPS
                 }
             rows.append({"family": family, "precision": precision, "loss": round(loss, 3), "fp32": exact, **found})
-            off, on = found["off"], found["rollout"]
             print(
-                f"{family:16} {precision} flips {off['router_flip_frac']:.2%} {on['router_flip_frac']:.2%}, tokens "
+                f"{family:16} {precision} {count} sequences: flips "
+                f"{off['router_flip_frac']:.2%} {on['router_flip_frac']:.2%}, tokens "
                 f"{off['router_flip_any_frac']:.2%}, mean {off['logp_mismatch_mean']:.1e} -> "
                 f"{on['logp_mismatch_mean']:.1e} (without a flip {off['logp_mismatch_no_flip']:.1e}), largest "
                 f"{off['logp_mismatch_max']:.1e} -> {on['logp_mismatch_max']:.1e}, "
@@ -240,7 +257,9 @@ def write(part: str, measured: Any) -> None:
     content = before | {
         **measured_with("make bench-experts", "torch", "trl", "transformers", before=before or None),
         "training": TRAINING,
-        "sequences": ROWS,
+        "least": ROWS,
+        "most": MOST_ROWS,
+        "flipped": FLIPPED,
         "tokens": TOKENS,
         part: measured,
     }

@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,9 +38,19 @@ def measured_with(command: str, *packages: str, before: Mapping[str, Any] | None
     return {
         "command": command,
         "versions": {name: version(name) for name in packages},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "machine": machine(),
         "package": package,
     }
+
+
+def machine() -> str:
+    """Returns the cores and vector units of this machine; without units for bfloat16, it is slower than float32."""
+    units = torch.backends.cpu.get_cpu_capability()
+    halves = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return (
+        f"{os.cpu_count()} cores, {platform.machine()} with {units} and {'' if halves else 'no '}units for bfloat16, "
+        "no GPU"
+    )
 
 
 def package_state() -> str:

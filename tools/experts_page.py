@@ -113,10 +113,10 @@ def _families(measured: Row) -> list[str]:
         *_filled(
             f"Each model has 4 layers of 16 or 32 experts, of which 4 are used, and was trained for "
             f"{measured['training']} steps in float32. A `SafeGRPOTrainer` samples with `generate`, with prompts of "
-            "several lengths, and scores "
-            f"{measured['sequences']} sequences of up to {measured['tokens']} tokens. *Choices* is the share of "
-            "choices that differ, *tokens* that of tokens with any. The mismatch is that of [metrics](metrics.md), in "
-            "nats; *others* is its mean over the tokens without a flip, without replay."
+            f"several lengths, and scores sequences of up to {measured['tokens']} tokens: {measured['least']}, or "
+            f"more until {measured['flipped']} tokens have a flip, at most {measured['most']}. *Choices* is the share "
+            "of choices that differ, *tokens* that of tokens with any. The mismatch is that of [metrics](metrics.md), "
+            "in nats; *others* is its mean over the tokens without a flip, without replay."
         ),
         "",
     ]
@@ -124,14 +124,15 @@ def _families(measured: Row) -> list[str]:
         lines += [
             f"### {NAMES[precision]}",
             "",
-            "| family | choices | tokens | mean | others | mean, replayed | largest | largest, replayed |",
-            "|---|---|---|---|---|---|---|---|",
+            "| family | sequences | choices | tokens | mean | others | mean, replayed | largest | largest, replayed |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         found = [row for row in rows if row["precision"] == precision]
         for row in found:
             off, on = row["off"], row["rollout"]
             lines.append(
-                f"| `{row['family']}` | {off['router_flip_frac']:.2%} | {off['router_flip_any_frac']:.2%} | "
+                f"| `{row['family']}` | {row['sequences']} | {off['router_flip_frac']:.2%} | "
+                f"{off['router_flip_any_frac']:.2%} | "
                 f"{off['logp_mismatch_mean']:.1e} | {off['logp_mismatch_no_flip']:.1e} | "
                 f"{on['logp_mismatch_mean']:.1e} | {off['logp_mismatch_max']:.1e} | {on['logp_mismatch_max']:.1e} |"
             )
