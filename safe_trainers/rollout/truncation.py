@@ -12,7 +12,7 @@ compare the two, and they are not logged.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -258,31 +258,33 @@ class TruncationCorrection(Feature):
         armed, self._armed = self._armed, False
         if not armed or not self._needed:
             return call()
-        hidden: list[torch.Tensor] = []
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            state = output[0] if isinstance(output, tuple) else output.last_hidden_state
-            hidden.append(state.detach())
-
-        handle = find_parts(self.run.model).text.register_forward_hook(keep)
+        outputs: list[Any] = []
+        handle = find_parts(self.run.model).text.register_forward_hook(lambda text, args, out: outputs.append(out))
         try:
             result = call()
         finally:
             handle.remove()
         try:
             with torch.no_grad():
-                self.shift = self._shift(torch.cat(hidden), result[0].detach(), inputs)
+                self.shift = self._shift(self._hidden_states(outputs), result[0].detach(), inputs)
         except Exception as error:
             if self._corrects:
                 raise
             # Only metrics need the shift, and they state why they are missing.
             found = error.problems[0].why if isinstance(error, PrecisionError) else f"{type(error).__name__}: {error}"
-            self._failed = f"truncated sampling, and {found.rstrip('.')}"
+            self._failed = found.rstrip(".")
         if not self._corrects or result[0].requires_grad:  # a loss: only the metrics use the shift
             return result
         shift, self.shift = self.shift, None
         self._full = result[0]
         return (result[0] + shift, *result[1:])
+
+    def _hidden_states(self, outputs: list[Any]) -> torch.Tensor:
+        """Returns the hidden states, (B, T, H), of the text model's forward passes over the parts of a batch."""
+        states = [out[0] if isinstance(out, tuple) else getattr(out, "last_hidden_state", out) for out in outputs]
+        if not states or not all(isinstance(state, torch.Tensor) for state in states):
+            self._refuse("its text model returns no hidden states")
+        return torch.cat([state.detach() for state in states])
 
     def _shift(self, hidden: torch.Tensor, logps: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Returns the renormalised log-probability less that over the whole vocabulary, for each token, (B, C)."""
@@ -316,6 +318,8 @@ class TruncationCorrection(Feature):
     def _check_logits(self, own: torch.Tensor, scored: torch.Tensor) -> None:
         worst = (own - scored).abs().max().item()
         if not worst <= TOLERANCE:  # NaN too
-            given = f"{type(unwrap(self.run.model)).__name__} with truncated sampling and {CORRECTION}=True"
-            reason = f"its logits differ from those of its head, by {worst:.3g} nats for one token"
-            raise PrecisionError([refuse("truncation-cannot-be-corrected", given, reason=reason)])
+            self._refuse(f"its logits differ from those of its head, by {worst:.3g} nats for one token")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        given = f"{type(unwrap(self.run.model)).__name__} with truncated sampling and {CORRECTION}=True"
+        raise PrecisionError([refuse("truncation-cannot-be-corrected", given, reason=reason)])

@@ -1,12 +1,15 @@
 """The distribution that vLLM samples from, recomputed token by token in float64."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from safe_trainers import PrecisionError
 from safe_trainers.rollout.head_scaling import postprocessing
-from safe_trainers.rollout.truncation import History, SamplingRule
+from safe_trainers.rollout.truncation import History, SamplingRule, TruncationCorrection
 
 
 VOCABULARY, LENGTH = 60, 24
@@ -94,3 +97,86 @@ def test_a_rule_without_effect_is_the_softmax():
 def test_the_scale_of_the_logits(config, scale):
     process, logits = postprocessing(type("Config", (), config)()), torch.tensor([1.0, 3.0])
     assert torch.equal(logits if process is None else process(logits), logits * scale)
+
+
+class Whole(nn.Module):
+    """A language model without a part that returns hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def get_input_embeddings(self):
+        return self.embeddings
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.head(self.embeddings(input_ids)))
+
+
+def truncation_of(model, corrects, **changes):
+    """The feature in a run with `top_k=10` that has only what the feature reads."""
+    args = {
+        "use_vllm": True, "vllm_importance_sampling_correction": corrects, "top_k": 10, "top_p": 1.0,
+        "deepspeed_plugin": None, "fsdp": None, "parallel_mode": None, "generation_kwargs": None,
+    } | changes  # fmt: skip
+    trainer = SimpleNamespace(vllm_generation=None, tools=None, temperature=1.0)
+    settings = SimpleNamespace(precision_metrics=True)
+    return TruncationCorrection(
+        SimpleNamespace(args=SimpleNamespace(**args), trainer=trainer, model=model, settings=settings)
+    )
+
+
+def scored(feature):
+    """Scores two completions of three tokens, and returns the result and what TRL's method returned."""
+    ids = torch.arange(10).view(2, 5)
+    returned = (torch.zeros(2, 3), None)
+
+    def score():
+        feature.run.model(ids)
+        return returned
+
+    feature.measure_next()
+    feature.before_scoring({"input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": 3})
+    return feature.around_scoring(score), returned
+
+
+def test_hidden_states_that_are_not_returned_are_refused_with_the_correction():
+    with pytest.raises(PrecisionError, match="truncation-cannot-be-corrected") as caught:
+        scored(truncation_of(Whole(), corrects=True))
+    assert "its text model returns no hidden states" in str(caught.value)
+
+
+def test_hidden_states_that_are_not_returned_leave_out_the_metric_without_the_correction():
+    feature = truncation_of(Whole(), corrects=False)
+    assert feature.incomparable is None
+    for _ in range(2):
+        result, returned = scored(feature)
+        assert result is returned
+        assert feature.shift is None
+        assert "its text model returns no hidden states" in feature.incomparable
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, "shards the head"),
+    ({"torch_compile": True}, "hides the inputs of the head"),
+    ({"vllm_structured_outputs_regex": "[a-z]+"}, "vLLM samples with vllm_structured_outputs_regex='[a-z]+'"),
+    ({"top_k": 0, "generation_kwargs": {"bad_words": ["a"]}}, "vLLM samples with generation_kwargs={'bad_words'"),
+    ({"use_vllm": False, "vllm_structured_outputs_regex": "[a-z]+"}, None),
+    ({"top_k": 0, "torch_compile": True}, None),
+])  # fmt: skip
+def test_settings_without_the_correction_state_why_the_metric_is_missing(changes, reason):
+    found = truncation_of(Whole(), corrects=False, **changes)
+    assert list(found.check(found.run.model)) == []
+    assert found.incomparable is None if reason is None else reason in found.incomparable
+
+
+@pytest.mark.parametrize("changes", [{"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, {"torch_compile": True}])
+def test_a_head_that_is_known_to_be_hidden_is_not_watched_for_metrics_alone(changes):
+    feature = truncation_of(Whole(), corrects=False, **changes)
+    watched = []
+    feature.run.model.register_forward_hook(lambda model, args, out: watched.append(len(model._forward_hooks)))
+    scored(feature)
+    assert watched == [1]  # this hook
