@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ import torch
 import trl
 from peft import LoraConfig, PeftModel
 from policing import reset_accelerate
+from provenance import machine
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
 import safe_trainers
@@ -336,7 +336,7 @@ def heading() -> dict[str, Any]:
     """Returns what is the same for all runs of this machine."""
     return {
         "command": "benchmarks/curves.py",
-        "machine": f"one thread of {os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "machine": f"one thread of {machine()}",
         "seeds": SEEDS,
         "curves": {
             curve.name: {

@@ -11,7 +11,6 @@ all its logits raises the mismatch. Each seed runs in a process of its own.
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ import torch
 from curves import rounded, versions
 from datasets import Dataset
 from policing import reset_accelerate
+from provenance import machine
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
@@ -230,7 +230,7 @@ def heading() -> dict[str, Any]:
     """Returns what is the same for all runs."""
     return {
         "command": "benchmarks/fp16_rl.py",
-        "machine": f"one thread of {os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "machine": f"one thread of {machine()}",
         "seeds": SEEDS, "length": LENGTH, "steps": STEPS, "group": GROUP, "groups": GROUPS, "hidden": HIDDEN,
         "layers": LAYERS, "words": WORDS, "rewarded": REWARDED, "held_out": HELD_OUT,
         "offsets": OFFSETS, "corrections": CORRECTIONS, "sharp": SHARP, "rate": RATE,

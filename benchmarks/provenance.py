@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -45,6 +43,8 @@ def measured_with(command: str, *packages: str, before: Mapping[str, Any] | None
 
 def machine() -> str:
     """Returns the cores and vector units of this machine; without units for bfloat16, it is slower than float32."""
+    import torch  # benchmarks set its environment before they import it
+
     units = torch.backends.cpu.get_cpu_capability()
     halves = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
     return (
