@@ -304,9 +304,9 @@ class MismatchMeter(Feature):
         if trainer is None or trainer.shape != sampler.shape:
             self._log_once("this trainer's loss does not compute per-token log-probabilities")
             return
-        incomparable = None if self._truncation is None else self._truncation.incomparable
-        if incomparable is not None:
-            self._log_once(incomparable)
+        missing = None if self._truncation is None else self._truncation.why_no_shift
+        if missing is not None:
+            self._log_once(missing)
             return
         shift = None if self._truncation is None else self._truncation.shift
         if shift is not None:  # the sampler's log-probabilities are renormalised over the tokens that it keeps
@@ -325,8 +325,7 @@ class MismatchMeter(Feature):
         trainer, step = batch.get(OLD_KEYS[0]), self.run.scored_at.get(self.run.mode)
         if now is None or trainer is None or step is None or now.shape != trainer.shape:
             return
-        cut = self._truncation
-        truncated = cut is not None and (cut.active or cut.incomparable is not None)
+        truncated = self._truncation is not None and self._truncation.active
         sampler = None if truncated else batch.get(SAMPLER_KEY, batch.get(TRL_SAMPLER_KEY))
         self._add(loss_tally(now, trainer, sampler, sampled_mask(batch), moved=self.run.step != step), self.run.mode)
 

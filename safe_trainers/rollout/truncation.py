@@ -6,8 +6,9 @@ is smaller by the probability of the kept tokens. The weight of a sequence is th
 the trainer's log-probability is renormalised by the same rule, computed from the trainer's logits, before TRL compares
 the two. The sampled token always counts as kept, because rounding can move it across a threshold.
 
-What cannot be renormalised is refused if TRL corrects with importance weights. Without the correction only metrics
-compare the two, and they are not logged.
+Settings and models for which this is impossible are refused if TRL corrects with importance weights. Without the
+correction only metrics compare the two. They are not logged for such a model. For such a setting they are measured
+without the rule, and the warning about a large mismatch names the setting.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from ..core.errors import PrecisionError, Problem, raise_if, refuse
 from ..core.feature import Feature, Run
 from ..model.parts import find_parts, unwrap
 from ..policy.distributed import shards_weights
-from ..policy.sampling import CORRECTABLE, CORRECTION, changed_settings, uncorrectable, uncorrectable_settings
+from ..policy.sampling import CORRECTABLE, CORRECTION, changed_settings, uncorrectable
 from .head_scaling import postprocessing
 
 
@@ -217,13 +218,8 @@ class TruncationCorrection(Feature):
         return bool(self._setting("use_vllm") and changed_settings(self._setting))
 
     @property
-    def incomparable(self) -> str | None:
-        """Why the log-probabilities of vLLM and of the trainer refer to different distributions; `None` if not."""
-        if not self._setting("use_vllm"):
-            return None
-        named = uncorrectable_settings(self._setting, tools=bool(getattr(self.run.trainer, "tools", None)))
-        if named:
-            return f"vLLM samples with {', '.join(setting for setting, _ in named)}"
+    def why_no_shift(self) -> str | None:
+        """Why a shift that the metrics need is missing; `None` if it is not needed or can be computed."""
         return (self._hidden_head or self._failed) if self.active else None
 
     # ---- Around what TRL does ----
