@@ -157,7 +157,8 @@ class RolloutAlignment(Feature):
                 self.run.warn_once(warn("sampler-without-float32-head", given, dtype=self.sampler_dtype))
             _check_prompts_of(generation, None if llm is None else vllm_images.keep_image_tokens(llm))
         elif self.run.coverage["rollout"].state == COVERED:
-            self.scale = head_scaling.left_out(self.run.model, getattr(self.run.trainer, "temperature", 1.0))
+            temperature = getattr(self.run.trainer, "temperature", 1.0)
+            self.scale = head_scaling.left_out(self.run.model, temperature, self.run.trainer.compute_context)
         reference = getattr(self.run.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):
             self._align_reference(reference)

@@ -58,14 +58,18 @@ def postprocessing(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None
     return process
 
 
-def left_out(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def left_out(
+    model: nn.Module, temperature: float, compute_context: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Returns the postprocessing of logits that scoring applies and the forward pass of `generate` leaves out.
 
-    The model is run on a few tokens with both heads if it is composed and its text config changes logits.
+    The model is run on a few tokens with both heads if it is composed and its text config changes logits. A model that
+    cannot compute in the dtypes of its weights is run in the context in which training computes.
 
     Args:
         model: The policy model, wrapped or not.
         temperature: The temperature of the fused head.
+        compute_context: Returns the context in which training computes, such as autocast.
 
     Returns:
         A function of the logits of any shape; `None` if both agree, or cannot be compared.
@@ -77,17 +81,15 @@ def left_out(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], t
     process = postprocessing(config.get_text_config())
     if process is None or not is_loaded(base):
         return None
-    ids = text_sequence(base)  # (1, T)
-    try:
-        with undisturbed(model):
-            scored = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1]  # (1, T - 1, V)
-    except Exception as error:  # this model has no fused head, or cannot be run on text alone
-        logger.info("the two heads cannot be compared: %s: %s", type(error).__name__, error)
+    for context in (contextlib.nullcontext, compute_context):
+        try:
+            with undisturbed(model), context():
+                found, chosen, logits = _both_heads(model)
+            break
+        except Exception as error:  # this model has no fused head, or cannot be run on text alone
+            logger.info("the two heads cannot be compared: %s: %s", type(error).__name__, error)
+    else:
         return None
-    # A model that is divided among devices may return the two on different ones.
-    found = scored.log_probs[:, : ids.shape[1] - 1].double().to(logits.device)  # (1, T - 1)
-    chosen = ids[:, 1:, None].to(logits.device)
 
     def distance(values: torch.Tensor) -> torch.Tensor:
         logps = (values.double() / temperature).log_softmax(-1).gather(-1, chosen).squeeze(-1)
@@ -95,6 +97,18 @@ def left_out(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], t
 
     unscaled, scaled = distance(logits), distance(process(logits))
     return process if bool(scaled < ROUNDING * unscaled) else None
+
+
+def _both_heads(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns log-probabilities of the fused head, (1, T - 1), their tokens, (1, T - 1, 1), and logits, (1, T - 1, V).
+
+    All are on one device, although a model that is divided among devices may return them on different ones.
+    """
+    ids = text_sequence(unwrap(model))  # (1, T)
+    scored = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, **{FUSED: True})
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1]
+    found = scored.log_probs[:, : ids.shape[1] - 1].double().to(logits.device)
+    return found, ids[:, 1:, None].to(logits.device), logits
 
 
 @contextlib.contextmanager

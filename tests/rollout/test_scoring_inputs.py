@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 from pathlib import Path
@@ -295,6 +296,9 @@ def test_fine_tuning_paligemma_does_not_see_the_tokens_that_it_predicts() -> Non
     assert not batch["token_type_ids"].any()  # TRL's batch is not modified
 
 
+scale_of = functools.partial(head_scaling.left_out, compute_context=contextlib.nullcontext)
+
+
 @SCORES_SCALED
 @pytest.mark.parametrize("family", sorted(LEFT_OUT))
 def test_rollouts_scale_logits_where_the_forward_pass_leaves_it_out(family: str) -> None:
@@ -311,7 +315,7 @@ def test_rollouts_scale_logits_where_the_forward_pass_leaves_it_out(family: str)
 def test_stock_samples_other_probabilities_than_it_scores() -> None:
     """The forward pass that `generate` uses differs from the scored one by the scale, in stock."""
     trainer = image_trainer("aya_vision", "grpo", safe=False)
-    process = head_scaling.left_out(trainer.model, trainer.temperature)
+    process = scale_of(trainer.model, trainer.temperature)
     logits = torch.tensor([[1.0, -2.0, 8.0]])
     scale = trainer.model.config.text_config.logit_scale
     assert scale != 1
@@ -321,7 +325,7 @@ def test_stock_samples_other_probabilities_than_it_scores() -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "llava", "text"])
 def test_models_that_apply_what_their_config_says_are_left_alone(family: str) -> None:
     trainer = image_trainer(family, "grpo")
-    assert head_scaling.left_out(trainer.model, trainer.temperature) is None
+    assert scale_of(trainer.model, trainer.temperature) is None
 
 
 @SCORES_SCALED
@@ -333,10 +337,19 @@ def test_granite_inside_of_llava_next_is_scaled() -> None:
     torch.manual_seed(0)
     model = transformers.LlavaNextForConditionalGeneration(config)
     trl.trainer.utils.add_fused_lm_head(model, temperature=0.7)
-    process = head_scaling.left_out(model, temperature=0.7)
+    process = scale_of(model, temperature=0.7)
     logits = torch.tensor([[8.0, -16.0]])
     assert torch.equal(process(logits), logits / 8)
-    assert head_scaling.left_out(model, temperature=7.0) is None  # not what was scored
+    assert scale_of(model, temperature=7.0) is None  # not what was scored
+
+
+@SCORES_SCALED
+def test_a_model_that_computes_only_under_autocast_is_asked_under_autocast() -> None:
+    model = image_trainer("aya_vision", "grpo").model
+    model.model.language_model.to(torch.bfloat16)  # the projector and the head remain float32
+    assert scale_of(model, 1.0) is None
+    process = head_scaling.left_out(model, 1.0, lambda: torch.autocast("cpu", torch.bfloat16))
+    assert process(torch.tensor(8.0)) == 8 * model.config.text_config.logit_scale
 
 
 def test_a_soft_cap_comes_after_the_scale() -> None:
