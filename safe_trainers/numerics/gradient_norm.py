@@ -45,6 +45,8 @@ class GradientNorm:
             return
         if norm is None:  # the run does not clip, or transformers clips gradients of several meshes without accelerate
             norm = total_norm([p.grad for p in self._parameters() if p.grad is not None])
+            if self._holds_plain_shards():
+                norm = total_norm(self._accelerator.gather(norm.to(self._accelerator.device).reshape(1)))
         unusable = ~_whole(torch.as_tensor(norm)).detach().isfinite()
         optimizers = [wrapped.optimizer for wrapped in self._accelerator._optimizers]
         if self._deferred and all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers):
@@ -91,6 +93,11 @@ class GradientNorm:
 
     def _has_engine(self) -> bool:
         return getattr(self._accelerator.state, "deepspeed_plugin", None) is not None
+
+    def _holds_plain_shards(self) -> bool:
+        """Whether gradients are plain tensors with this rank's part, as under FSDP1; FSDP2 has DTensors."""
+        plugin = getattr(self._accelerator.state, "fsdp_plugin", None)
+        return plugin is not None and plugin.fsdp_version == 1
 
     def _parameters(self) -> list[torch.Tensor]:
         groups = (group for wrapped in self._accelerator._optimizers for group in wrapped.param_groups)

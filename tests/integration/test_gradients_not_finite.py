@@ -399,3 +399,37 @@ def test_the_norm_of_gradients_on_several_meshes_is_that_of_all(mesh):
         torch.testing.assert_close(total_norm(gradients), expected)
     assert total_norm([]).item() == 0
     assert not total_norm([plain[0], mixed[1] * math.nan]).isfinite()
+
+
+SHARDS = """
+import os, sys
+from types import SimpleNamespace
+
+import torch
+from accelerate import Accelerator
+from safe_trainers.numerics.gradient_norm import GradientNorm
+
+rank = int(os.environ["RANK"])
+accelerator = Accelerator(cpu=True)
+assert accelerator.num_processes == 2
+shard = torch.nn.Parameter(torch.ones(4))
+optimizer = accelerator.prepare(torch.optim.SGD([shard], lr=1.0))
+accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)
+norm, skipped = GradientNorm(accelerator), []
+for step in range(3):
+    shard.grad = torch.ones(4)
+    if (rank, step) == (1, 1):
+        shard.grad[0] = float("nan")
+    norm.before_step()
+    optimizer.step()
+    norm.after_step()
+    skipped.append(accelerator.optimizer_step_was_skipped)
+open(f"{sys.argv[1]}/{rank}.txt", "w").write(f"{skipped} {shard.tolist()}")
+"""
+
+
+def test_ranks_that_hold_plain_shards_skip_together(tmp_path):
+    """A stand-in for FSDP1, which needs a GPU: the gradient of each rank is its own, and the run does not clip."""
+    run_in_two_processes(SHARDS, tmp_path, beside=__file__)
+    found = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
+    assert found == ["[False, True, False] [-1.0, -1.0, -1.0, -1.0]"] * 2
