@@ -267,8 +267,8 @@ def warn_near_overflow(report: OverflowReport, model: nn.Module, patterns: Seque
 def _not_finite(module: nn.Module | None) -> str | None:
     """The name of a module's first own weight with a value that is not finite; `None` if there is none."""
     own = () if module is None else module.named_parameters(recurse=False)
-    held = ((name, p) for name, p in own if p.is_floating_point() and not is_quantized(p))
-    return next((name for name, p in held if not torch.isfinite(p).all()), None)
+    held = ((name, weight) for name, p in own if not is_quantized(p) for weight in floating(p))
+    return next((name for name, weight in held if not torch.isfinite(weight).all()), None)
 
 
 def weight_not_finite(model: nn.Module) -> str | None:

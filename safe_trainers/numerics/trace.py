@@ -337,6 +337,6 @@ def _weight_not_finite(visit: Visit) -> Values | None:
     """The first weight of a module, or of those in it, that is not finite; `None` if there is none."""
     prefix = f"{visit.name}." if visit.name else ""
     named = unwrap(visit.module).named_parameters()
-    held = ((name, p) for name, p in named if p.is_floating_point() and p.numel() and not is_quantized(p))
-    ranges = (values_of(f"{prefix}{name}", parameter, masks=False) for name, parameter in held)
+    held = ((name, weight) for name, p in named if not is_quantized(p) for weight in floating(p))
+    ranges = (values_of(f"{prefix}{name}", weight, masks=False) for name, weight in held)
     return next((values for values in ranges if values.wrong), None)

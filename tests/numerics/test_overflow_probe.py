@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 
+import accelerate
 import cells
 import pytest
 import torch
@@ -28,9 +29,11 @@ from safe_trainers.numerics.overflow_fix import (
     explain,
     find_fp32_modules,
     shortest,
+    weight_not_finite,
 )
 from safe_trainers.numerics.overflow_probe import OverflowProbe
 from safe_trainers.numerics.step_monitor import StepMonitor
+from safe_trainers.numerics.trace import OUTPUT, Trace
 from safe_trainers.testing import fp16_on_cpu
 from upstream import CALLS_THE_HEAD
 
@@ -238,6 +241,21 @@ def test_packed_bytes_are_not_taken_for_numbers_that_are_not_finite(storage, tmp
     with raises("activations-overflow-fp16") as error:
         build("sft", model, lora=True).train()
     assert suggested(error) == ["layers.1.mlp.down_proj"]
+
+
+def test_weights_that_are_offloaded_are_not_read():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    accelerate.cpu_offload(model[0], execution_device=torch.device("cpu"))
+    assert model[0].weight.is_meta
+    assert weight_not_finite(model) is None
+    model[0].register_forward_hook(lambda module, args, output: output * math.inf)
+    with Trace(model).attached() as trace:
+        loss = model(torch.ones(1, 2)).sum()
+    cause = trace.cause(loss, {})
+    assert (cause.kind, cause.module) == (OUTPUT, "0")
+    with torch.no_grad():
+        model[1].bias[0] = math.nan
+    assert weight_not_finite(model) == "1.bias"
 
 
 # ---- what the probe leaves alone ----
