@@ -208,22 +208,12 @@ def test_a_file_that_is_not_there_names_the_nearest(capsys, tmp_path):
     assert "is a folder" in capsys.readouterr().err
 
 
-def test_it_reads_a_pipe_in_under_a_second_without_torch():
+def test_it_reads_a_pipe_and_imports_nothing_that_takes_seconds():
     code = "import sys; from safe_trainers.cli.main import main; s = main(['explain']); print(s, *sys.modules)"
-    began = sum(_children())
     done = subprocess.run([sys.executable, "-c", code], input=TRACEBACK, capture_output=True, text=True, check=True)
-    took = sum(_children()) - began
     status, *modules = done.stdout.splitlines()[-1].split()
     assert status == "0"
-    assert not {"torch", "trl", "transformers"} & set(modules)
-    assert took < 1
-
-
-def _children():
-    import resource
-
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime, usage.ru_stime
+    assert not {"torch", "trl", "transformers", "datasets", "peft", "accelerate", "numpy"} & set(modules)
 
 
 def test_a_log_of_many_megabytes():
