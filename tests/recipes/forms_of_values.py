@@ -1,4 +1,4 @@
-"""Writes which forms of values TRL's own parser takes for keys: `python forms_of_values.py FILE TASK KEY...`.
+"""Writes which forms of values TRL's own parser takes: `python forms_of_values.py FILE`, with keys by task in FILE.
 
 A process of its own, because TRL's configs set environment variables, and open a 1 as a file descriptor.
 """
@@ -44,7 +44,8 @@ def taken(parser, defaults, key, form):
     return repr(next(getattr(part, key) for part in made if hasattr(part, key)))
 
 
-def main(path, task, keys):
+def taken_by_key(task, keys):
+    """What TRL's parser of a task makes of each form that it takes, by key and form."""
     import trl
 
     from safe_trainers.core.tasks import TASKS
@@ -57,13 +58,15 @@ def main(path, task, keys):
     known = load(task).keys
     with tempfile.TemporaryDirectory() as folder:
         BASE["output_dir"] = folder
-        found = {
+        return {
             key: {form: made for form in forms(known[key].types) if (made := taken(parser, defaults, key, form))}
             for key in keys
             if key in {action.dest for action in parser._actions}
         }
-    Path(path).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    file = Path(sys.argv[1])
+    file.write_text(
+        json.dumps({task: taken_by_key(task, keys) for task, keys in json.loads(file.read_text()).items()})
+    )

@@ -61,13 +61,14 @@ REASONS = {
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory):
     """What TRL's parser makes of each form, by key; the keys that several tasks have are tried once."""
-    found, folder = {}, tmp_path_factory.mktemp("forms")
+    asked: dict[str, list[str]] = {}
     for task in stable_tasks():
-        keys, path = sorted(load(task).keys.keys() - {key for _, key in found}), folder / f"{task}.json"
-        command = [sys.executable, str(HERE / "forms_of_values.py"), str(path), task, *keys]
-        subprocess.run(command, check=True, capture_output=True, cwd=folder)
-        found |= {(task, key): made for key, made in json.loads(path.read_text()).items()}
-    return found
+        asked[task] = sorted(load(task).keys.keys() - {key for keys in asked.values() for key in keys})
+    path = tmp_path_factory.mktemp("forms") / "keys.json"
+    path.write_text(json.dumps(asked))
+    command = [sys.executable, str(HERE / "forms_of_values.py"), str(path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=path.parent)
+    return {(task, key): made for task, keys in json.loads(path.read_text()).items() for key, made in keys.items()}
 
 
 def written(tmp_path, key, form):
