@@ -72,7 +72,7 @@ distributed: setup ## run the tests with two processes under every engine (2 min
 		$$python -m pytest -m 'distributed or slow' tests/distributed
 
 vllm: $(VLLM)/.installed ## train with vLLM's CPU build in its own environment (3 minutes, 4 GB)
-	@$(VLLM)/bin/python -m pytest -m 'vllm and not slow' tests/real_vllm
+	@$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m 'vllm and not slow' tests/real_vllm
 
 vllm-slow: $(VLLM)/.installed ## run the tests with vLLM that are not in `make vllm` (2 minutes)
 	@$(VLLM)/bin/python -m pytest -m 'vllm and slow' tests/real_vllm
