@@ -1,8 +1,9 @@
 """Finds the error that stopped a run in a message or a log, and explains it.
 
 First, everything around the messages is removed: colours, progress bars, the prefixes of ranks, the frames of
-tracebacks. Then one exception is chosen as the cause: the first of a chain, the last of several chains that is not a
-launcher's, and with several ranks that of the rank that failed first.
+tracebacks, and in the summary of torch's launcher the processes that it ended after the first had failed. Then one
+exception is chosen as the cause: the first of a chain, the last of several chains that is not a launcher's, and with
+several ranks that of the rank that failed first.
 """
 
 import re
@@ -42,6 +43,10 @@ _PREFIX = re.compile(
 _BOX = re.compile(r"[│┃╭╮╰╯]|[─━]{2,}")
 _QUOTES = str.maketrans("‘’“”", "''\"\"")
 _FRAME = re.compile(r"^([ \t]+)File \"[^\"\n]*\", line \d+.*(?:\n\1[ \t]+.*)*", re.MULTILINE)
+_LATER_FAILURES = re.compile(
+    r"^Failures:\n(?:(?!Root Cause)[^\n]*\n)*(?=Root Cause \(first observed failure\):)", re.MULTILINE
+)
+"""The part of torch's launcher's summary about the processes that it ended after one had failed."""
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|SystemExit|Failure|Failed|Timeout|Unsupported|OutOfResources)(?=:\s|:?$)",
     re.MULTILINE,
@@ -50,7 +55,7 @@ _BUILT_IN = re.compile(
     r"(?:(?:Assertion|Attribute|Import|Index|Key|Name|NotImplemented|OS|Runtime|Type|Value)?Error:?|Exception:?)"
 )
 _ASSERTED = re.compile(r"(?:^|\s)(assert\b.*)")
-_END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[^\n]{0,80}\d+%\|)")
+_END = re.compile(r"\n[ \t]*\n|\n(?=Traceback \(most recent|[IWEF]\d{4} \d\d:\d\d:\d\d|[^\n]{0,80}\d+%\|)")
 _RAISE = re.compile(r"^[ \t>]+raise ((?:\w+\.)*\w+)\([rbuf]?(['\"])((?:(?!\2).)+)\2", re.MULTILINE)
 """A line of source that raises an exception, which ends a traceback that was pasted without its message."""
 _LINK = re.compile(
@@ -144,7 +149,7 @@ def decode(raw: bytes) -> str:
 
 
 def clean(text: str) -> str:
-    """Removes colours, progress bars, prefixes of ranks and frames of tracebacks.
+    """Removes colours, progress bars, prefixes of ranks, frames of tracebacks, and what followed a first failure.
 
     Args:
         text: A message or a log.
@@ -158,6 +163,7 @@ def clean(text: str) -> str:
     text = _PREFIX.sub("", _ESCAPES.sub("", text))
     if "─" in text or "│" in text:
         text = _BOX.sub("", text)
+    text = _LATER_FAILURES.sub(lambda later: "-\n" * later[0].count("\n"), text)  # an empty line would end the message
     return _FRAME.sub(lambda frame: "\n" * frame[0].count("\n"), text)
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import transformers
 import trl
 from accelerate import Accelerator
+from bitsandbytes.functional import has_avx512bf16
 from peft import LoraConfig, get_peft_model
 from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
@@ -829,7 +830,9 @@ def test_what_bitsandbytes_and_transformers_warn_of():
         "A.from_pretrained(sys.argv[1], torch_dtype=torch.bfloat16, quantization_config=B(load_in_4bit=True))\n"
     )
     said = explain(child(sys.executable, "-c", code, str(cells.folder("text"))))
-    assert {one.entry.id for one in said.found} >= {"bitsandbytes-cpu-kernel", "deprecated-torch-dtype"}
+    # bitsandbytes looks for the kernel only where the CPU has units for bfloat16.
+    kernel = {"bitsandbytes-cpu-kernel"} if has_avx512bf16() else set()
+    assert {one.entry.id for one in said.found} == {"deprecated-torch-dtype", *kernel}
     assert {one.entry.kind for one in said.found} == {"warning"}
 
 
@@ -857,7 +860,7 @@ def test_what_torchrun_says_of_a_failed_rank(tmp_path):
     script.write_text("import torch\ntorch.nn.Linear(3, 3, bias=False).bfloat16()(torch.ones(2, 3))\n")
     said = explain(child(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)))
     assert [one.entry.id for one in said.found] == ["matmul-dtypes", "rank-failed"]
-    assert said.found[0].times == 2
+    assert said.found[0].times in (1, 2)  # the launcher may end the second process before it prints its traceback
 
 
 # --- the catalogue itself --------------------------------------------------------------------------------------------

@@ -39,6 +39,33 @@ subprocess.CalledProcessError: Command '['/home/u/.venv/bin/python', 'grpo.py']'
 """
 
 
+SUMMARY = """W1125 16:56:02.561000 60 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 64 closing signal SIGTERM
+E1125 16:56:02.594000 60 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1 (pid: 65) of binary: python
+Traceback (most recent call last):
+  File "/home/u/.venv/lib/python3.11/site-packages/torch/distributed/launcher/api.py", line 383, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : {later} (pid: 64)
+  traceback : {later_text}
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : {first} (pid: 65)
+  traceback : {first_text}
+============================================================
+"""  # noqa: E501
+"""What torch's launcher prints about two processes, the first of which it has not ended itself."""
+FAILED = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+TERMINATED = "Signal 15 (SIGTERM) received by PID 64"
+
+
 def ids(text):
     return [found.entry.id for found in explain(text).found]
 
@@ -206,6 +233,15 @@ def test_a_file_that_is_not_there_names_the_nearest(capsys, tmp_path):
     assert "did you mean" in capsys.readouterr().err
     assert main(["explain", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
+
+
+def test_processes_that_a_launcher_ended_are_not_the_cause():
+    ended = {"later": "-15", "later_text": TERMINATED}
+    said = explain(TRACEBACK + SUMMARY.format(**ended, first="1", first_text=FAILED))
+    assert [(found.entry.id, found.times) for found in said.found] == [("conv-dtypes", 1), ("rank-failed", 1)]
+    assert said.subject == f"RuntimeError: {CONV}"
+    # A first failure that is a signal came from outside.
+    assert ids(SUMMARY.format(**ended, first="-15", first_text=TERMINATED)) == ["stopped-by-a-signal", "rank-failed"]
 
 
 def test_it_reads_a_pipe_and_imports_nothing_that_takes_seconds():
