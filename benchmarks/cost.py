@@ -33,7 +33,7 @@ EXACT = ("peak", "media", "moved", "drift")
 """Quantities that are counted and not timed, so that one measurement is exact."""
 
 from cost_runs import Point, construct, counted, profiled, timed
-from provenance import measured_with
+from provenance import measured_with, peak_resident
 
 
 # ---- What is measured ----
@@ -263,7 +263,7 @@ def whole_process(given: str) -> None:
     trainer = construct(asked["point"], asked["safe"])
     trainer.train()
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print(json.dumps({"time": used.ru_utime + used.ru_stime, "resident": used.ru_maxrss * 1024.0}))
+    print(json.dumps({"time": used.ru_utime + used.ru_stime, "resident": peak_resident()}))
 
 
 SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {

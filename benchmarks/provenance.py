@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SEVERAL = "several"
 """The package of results that were measured in parts, on different states of the package."""
+SEVERAL_MACHINES = "several machines"
+"""The machine of results that were measured in parts on different ones."""
 
 
 def measured_with(command: str, *packages: str, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -30,15 +33,19 @@ def measured_with(command: str, *packages: str, before: Mapping[str, Any] | None
     Returns:
         The command, the versions, the machine, and the state of the package.
     """
-    package = package_state()
-    if before is not None and before.get("package") != package:
-        package = SEVERAL
-    return {
-        "command": command,
-        "versions": {name: version(name) for name in packages},
-        "machine": machine(),
-        "package": package,
-    }
+    now = {"machine": machine(), "package": package_state()}
+    several = {"machine": SEVERAL_MACHINES, "package": SEVERAL}
+    if before is not None:
+        now = {name: found if before.get(name) == found else several[name] for name, found in now.items()}
+    return {"command": command, "versions": {name: version(name) for name in packages}, **now}
+
+
+def peak_resident() -> float:
+    """Returns the largest resident memory of this process in bytes, on Linux.
+
+    `getrusage` does not tell it: its value begins with that of the process that started this one.
+    """
+    return float(re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[0]) * 1024
 
 
 def machine() -> str:

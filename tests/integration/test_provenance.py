@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import benchmark_modules
@@ -34,7 +36,15 @@ def test_results_measured_in_parts_on_two_states_say_so(provenance):
     assert whole["package"] == provenance.package_state()
     assert provenance.measured_with("a command", "torch", before=whole) == whole
     for before in ({}, {"package": "0123456789ab"}, {"package": provenance.SEVERAL}):
-        assert provenance.measured_with("a command", before=before)["package"] == provenance.SEVERAL
+        now = provenance.measured_with("a command", before=before)
+        assert (now["package"], now["machine"]) == (provenance.SEVERAL, provenance.SEVERAL_MACHINES)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_a_process_is_its_own(provenance):
+    command = [sys.executable, "-c", "import provenance; print(provenance.peak_resident())"]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 2**27 < provenance.peak_resident()  # this process has imported torch
 
 
 def test_the_state_is_read_from_json_and_from_json_lines(provenance, tmp_path):
