@@ -5,7 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 THREAD = "https://github.com/huggingface/transformers/blob/main/src/transformers/cache_utils.py"
-MECHANISMS = ("safe_trainers/rollout/static_cache.py",)
+MECHANISMS = ("safe_trainers/rollout/cache_dtype.py",)
 QUESTION = "crashes of `generate` under bfloat16 autocast with `cache_implementation='static'` (0 or 1)"
 
 config = LlamaConfig(

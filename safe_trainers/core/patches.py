@@ -111,9 +111,9 @@ PATCHES: Mapping[str, Patch] = {
         "modules that contain operations between two dtypes", ("forward",), LIFETIME,
         "operations between layers have no hooks, and PEFT calls `forward` of the base model past its hooks",
     ),
-    "static-cache": Patch(
-        "layers of a static cache of `generate`", ("update",), LIFETIME,
-        "a static cache has one dtype for keys and values, which have two under autocast; a cache has no hooks",
+    "cache-dtype": Patch(
+        "the key-value cache of `generate`", ("update",), LIFETIME,
+        "keys and values have two dtypes under autocast, and one is stored and cast again; a cache has no hooks",
     ),
     "cpu-packing": Patch(
         "4-bit layers of the model", ("support_avx512bf16_for_cpu",), LIFETIME,

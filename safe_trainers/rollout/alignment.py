@@ -25,7 +25,7 @@ from ..weights.cast import weights_restored
 from ..weights.fp32_modules import covers_head
 from ..weights.merged import unmergeable
 from . import head_scaling, native_adapters, vllm, vllm_images
-from .static_cache import asks_for_cache, static_cache_in_one_dtype
+from .cache_dtype import asks_for_cache, cache_in_one_dtype
 from .weight_sync import METRIC, PATIENCE, AdapterSync, ties_weights
 
 
@@ -254,9 +254,11 @@ class RolloutAlignment(Feature):
 
     def _cache_context(self) -> contextlib.AbstractContextManager[None]:
         model = unwrap(self.run.model)
-        if self.run.policy.autocast.value is None or not asks_for_cache(self.run.trainer, model):
+        if self.run.policy.autocast.value is None:
             return contextlib.nullcontext()
-        return static_cache_in_one_dtype(find_parts(model).text)
+        if getattr(self.run.args, "torch_compile", False) and not asks_for_cache(self.run.trainer, model):
+            return contextlib.nullcontext()  # torch.compile would compile the hook into the model
+        return cache_in_one_dtype(find_parts(model).text)
 
     def _rollout_context(self, covered: bool) -> contextlib.AbstractContextManager[Any]:
         args = self.run.args

@@ -1,0 +1,69 @@
+"""Chooses the dtype of the key-value cache of rollouts under autocast.
+
+Autocast gives keys and values in two dtypes: the value projection returns the autocast dtype, and rotary embeddings
+return keys in the dtype of the residual stream, which is float32. A dynamic cache of transformers stores both in
+float32. Kernels that take queries, keys and values in one dtype then cast the whole cache to the autocast dtype for
+every token. A static cache of transformers before 5.24 allocates one dtype for both, and refuses the other.
+
+While a turn is generated under autocast, keys and values are cast to the autocast dtype once, when they are stored.
+The kernels compute with the same values, and the cache takes half of the memory. Where the model's own code computes
+attention (`"eager"`, or a kernel that is not in `KERNELS`), the values are cast to the dtype of the keys, so that
+nothing is rounded.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, StaticCache
+
+from ..core.patches import replace
+
+
+KERNELS = frozenset({"sdpa", "flash_attention_2", "flash_attention_3"})
+"""Attention implementations of transformers of which autocast casts queries, keys and values to its dtype."""
+
+
+def asks_for_cache(*owners: Any) -> bool:
+    """Whether a generation config asks for a cache implementation.
+
+    Args:
+        *owners: Trainers and models, with or without `generation_config`.
+    """
+    configs = (getattr(owner, "generation_config", None) for owner in owners)
+    return any(getattr(config, "cache_implementation", None) is not None for config in configs)
+
+
+@contextlib.contextmanager
+def cache_in_one_dtype(text: nn.Module) -> Iterator[None]:
+    """Prepares the cache that the first forward pass in the block is called with.
+
+    Args:
+        text: The text model, which gets the cache as `past_key_values`.
+    """
+    rounds = getattr(getattr(text, "config", None), "_attn_implementation", None) in KERNELS
+
+    def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()  # later passes may be compiled, and have the same cache
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, DynamicCache | StaticCache):
+            replace("cache-dtype", cache, "update", partial(_update, cache.update, rounds))
+
+    handle = text.register_forward_pre_hook(prepare, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _update(
+    update: Any, rounds: bool, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds keys and values, each (B, heads, T, head size), to a layer of a cache in one dtype."""
+    kind = key_states.device.type
+    # A module that is held in float32 disables autocast around its attention.
+    dtype = torch.get_autocast_dtype(kind) if rounds and torch.is_autocast_enabled(kind) else key_states.dtype
+    return update(key_states.to(dtype), value_states.to(dtype), *args, **kwargs)
