@@ -7,10 +7,12 @@ import pytest
 import torch
 import trl
 from cells import Cell
-from transformers import DynamicCache, GenerationMixin
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, SafeRLOOConfig, SafeRLOOTrainer
 from safe_trainers.core.patches import replace
+from safe_trainers.model.parts import find_parts
 from safe_trainers.rollout import cache_dtype
 from safe_trainers.rollout.cache_dtype import asks_for_cache
 from upstream import needs_static_cache_of_one_dtype
@@ -136,3 +138,49 @@ def test_attention_that_is_held_in_float32_gets_a_float32_cache(autocast):
     with cache_dtype.cache_in_one_dtype(text), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         keys, values = text(past_key_values=cache)
     assert {keys.dtype, values.dtype} == {torch.bfloat16 if autocast else torch.float32}
+
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 128, "sliding_window": 8,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v2", "gemma3_text", "glm4", "gpt_neox", "granite", "mixtral", "phi3", "qwen3", "qwen3_moe", "stablelm"],
+)
+def test_families_compute_the_same_logits(family, monkeypatch):
+    """Each has an attention of its own: latent keys, sliding windows, partial rotary embeddings, normalised keys."""
+    default = CONFIG_MAPPING[family]()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[family](**{name: value for name, value in SMALL.items() if hasattr(default, name)}),
+        attn_implementation="sdpa",
+    ).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+
+    def sample():
+        caches.clear()
+        torch.manual_seed(1)
+        prompt = torch.randint(3, 100, (2, 10))
+        text = find_parts(model).text
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), cache_dtype.cache_in_one_dtype(text):
+            made = model.generate(
+                prompt, max_new_tokens=12, min_new_tokens=12, do_sample=True, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+        return made.sequences.tolist(), torch.stack(made.logits), *stored(caches)
+
+    caches = watch_caches(monkeypatch)
+    tokens, logits, dtypes, nbytes = sample()
+    monkeypatch.setattr(cache_dtype, "KERNELS", frozenset())
+    wide_tokens, wide_logits, wide_dtypes, wide_nbytes = sample()
+    assert (dtypes, wide_dtypes, 2 * nbytes) == ({torch.bfloat16}, {torch.float32}, wide_nbytes)
+    assert tokens == wide_tokens
+    assert torch.equal(logits, wide_logits)
