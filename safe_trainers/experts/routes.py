@@ -141,10 +141,12 @@ class ExpertRoutes(Feature):
         """Why the choices of a rollout cannot be recorded, whatever the model is."""
         run, args = self.run, self.run.args
         trainer = type(run.trainer)
+        beams = (getattr(args, "generation_kwargs", None) or {}).get("num_beams") or 1
         reasons = {
             f"{trainer.__name__} has no rollouts": not has_rollouts(trainer),
             "the user's rollout_func generates": getattr(run.trainer, "rollout_func", None) is not None,
             "vLLM is asked for them only with `router_replay='rollout'`": self._uses_vllm and not self.replays,
+            "beam search changes the order of sequences": beams > 1,
             "continuous batching computes in its own order": uses_continuous_batching(args),
             "`torch_compile=True` compiles the choice into the model": getattr(args, "torch_compile", False),
             "`nn.DataParallel` runs copies of the model": args.n_gpu > 1,
@@ -180,8 +182,10 @@ class ExpertRoutes(Feature):
         turn.completions = [list(ids) for ids in (result[0] if isinstance(result, tuple) else result)]
         if self._engine is None:
             turn.record = recorder.finish()
+            turn.width = recorder.width
         else:
             turn.record = self._engine.record(turn.prompts, turn.completions)
+            turn.width = max(map(len, turn.prompts))
         self._turns.append(turn)
         return result
 

@@ -26,10 +26,14 @@ class Recorder:
     Args:
         routers: The routers.
         rows: Number of sequences, B.
+
+    Attributes:
+        width: Number of prompt tokens in the record, padding included. `finish` sets it.
     """
 
     def __init__(self, routers: Routers, rows: int) -> None:
         self._routers, self._rows = routers, rows
+        self.width = 0
         self._now: list[torch.Tensor] = []  # the choices of this forward pass so far, each (B * S, k)
         self._parts: list[torch.Tensor] = []  # of each forward pass, (B, S, K)
         self._call = 0  # calls of `topk` in the router that runs
@@ -55,7 +59,15 @@ class Recorder:
 
     def finish(self) -> torch.Tensor | None:
         """Returns the record of all tokens that the model got, (B, S, K); `None` if nothing was recorded."""
-        return torch.cat(self._parts, dim=1) if self._parts else None
+        kept: list[torch.Tensor] = []
+        length = 0
+        for part in self._parts:
+            again = bool(kept) and part.shape[1] == length + 1  # without a cache, all tokens are passed in each step
+            kept.append(part[:, -1:] if again else part)
+            length += kept[-1].shape[1]
+            if len(kept) == 1 or kept[-1].shape[1] > 1:  # a prompt may be passed in several chunks
+                self.width = length
+        return torch.cat(kept, dim=1) if kept else None
 
 
 class Follower:

@@ -17,20 +17,23 @@ class RoutedTurn:
         prompts: Token ids of each row's prompt, without padding.
         completions: Token ids that were sampled for each row.
         record: The record of each row from the first token that the model got, (b, S, K), left-padded like the
-            prompts; `None` if nothing was recorded.
+            prompts; `None` if nothing was recorded. Another rank's longer completions, and rows that have ended, add
+            tokens at its end.
+        width: Number of prompt tokens in the record, padding included.
     """
 
     prompts: Sequence[Sequence[int]]
     completions: Sequence[Sequence[int]] = field(default_factory=list)
     record: torch.Tensor | None = None
+    width: int = 0
 
     @property
-    def width(self) -> int | None:
-        """Number of recorded prompt tokens, padding included; `None` if the record has another length."""
+    def fits(self) -> bool:
+        """Whether the record has all tokens that the model got of this turn."""
         if self.record is None or not self.completions:
-            return None
-        steps = self.record.shape[1] - max(map(len, self.completions)) + 1  # the last token is not passed to the model
-        return steps if steps >= max(map(len, self.prompts), default=0) else None
+            return False
+        sampled = max(map(len, self.completions)) - 1  # the last token is not passed to the model
+        return self.width >= max(map(len, self.prompts)) and self.record.shape[1] >= self.width + sampled
 
 
 def arrange(turns: Sequence[RoutedTurn], input_ids: torch.Tensor, length: int) -> torch.Tensor | None:
@@ -48,7 +51,7 @@ def arrange(turns: Sequence[RoutedTurn], input_ids: torch.Tensor, length: int) -
         The record, (B, P + C, K); tokens without a record have `unknown`. `None` if the turns do not belong to this
         batch.
     """
-    if not turns or any(turn.width is None for turn in turns) or len(turns[0].completions) != len(input_ids):
+    if not turns or not all(turn.fits for turn in turns) or len(turns[0].completions) != len(input_ids):
         return None
     first = turns[0].record
     if first is None:
@@ -83,7 +86,7 @@ def _copy(record: torch.Tensor, start: int, turn: RoutedTurn, row: int, computed
         row: Its row.
         computed: Number of tokens, from the first one of the prompt, that belong to the sequence.
     """
-    if turn.record is None or turn.width is None:
+    if turn.record is None:
         return
     begin = turn.width - len(turn.prompts[row])
     source = turn.record[row, begin : begin + computed]

@@ -187,6 +187,30 @@ def test_what_a_router_chooses_itself_keeps_its_bits():
     assert all(torch.equal(gradient, wanted[name]) for name, gradient in grads.items())
 
 
+def test_the_record_begins_with_the_prompt_however_many_tokens_are_computed_after_it():
+    """Under FSDP2 and ZeRO-3, a rank goes on until the longest completion of all ranks has ended."""
+    model = moe_models.moe()
+    ids, routers = tokens(model), find_routers(model)
+    tape = Tape(model, routers)
+
+    def recorded(after, cached=True):
+        recorder = Recorder(routers, ROWS)
+        tape.follow(recorder)
+        with torch.no_grad():
+            done = model(ids[:, :2], use_cache=cached)
+            for n in range(3, 3 + after):
+                kept = done.past_key_values
+                done = model(ids[:, n - 1 : n], past_key_values=kept) if cached else model(ids[:, :n], use_cache=False)
+        tape.follow(None)
+        return recorder.finish(), recorder.width
+
+    record, width = recorded(4)
+    assert (record.shape[1], width) == (6, 2)
+    for (other, its_width), end in ((recorded(2), 4), (recorded(4, cached=False), 6)):
+        assert its_width == width
+        assert torch.equal(other, record[:, :end])
+
+
 def test_tokens_without_a_record_are_free():
     model = moe_models.moe()
     ids, routers = tokens(model), find_routers(model)

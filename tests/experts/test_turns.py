@@ -11,13 +11,16 @@ from safe_trainers.model.routers import unknown
 NONE = unknown(torch.uint8)
 
 
-def turn(prompts, completions, first=0, multiple=1):
-    """A turn whose record has a number of its own for each token: 50 for each row, and 1 for each place."""
+def turn(prompts, completions, first=0, multiple=1, more=0):
+    """A turn whose record has a number of its own for each token: 50 for each row, and 1 for each place.
+
+    Another rank's longer completions add `more` tokens.
+    """
     longest = -(-max(map(len, prompts)) // multiple) * multiple
-    width = longest + max(map(len, completions)) - 1
+    width = longest + max(map(len, completions)) - 1 + more
     record = torch.arange(width).repeat(len(prompts), 1) - longest
     record = record + torch.tensor([len(prompt) + 50 * row + first for row, prompt in enumerate(prompts)]).unsqueeze(1)
-    return RoutedTurn(prompts, completions, record.clamp(min=0).to(torch.uint8).unsqueeze(-1))
+    return RoutedTurn(prompts, completions, record.clamp(min=0).to(torch.uint8).unsqueeze(-1), longest)
 
 
 def batch(prompts, completions, multiple=1):
@@ -33,14 +36,15 @@ def places(record, row):
     return record[row, :, 0].tolist()
 
 
+@pytest.mark.parametrize("more", [0, 3])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_prompts_and_completions_of_several_lengths(multiple):
+def test_prompts_and_completions_of_several_lengths(multiple, more):
     prompts, completions = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9]]
     ids, length = batch(prompts, completions, multiple)
-    record = arrange([turn(prompts, completions, multiple=multiple)], ids, length)
+    record = arrange([turn(prompts, completions, multiple=multiple, more=more)], ids, length)
     pad = [NONE] * (ids.shape[1] - length - 3)
     assert places(record, 0) == [*pad, 0, 1, 2, 3, 4, NONE]  # its last token was passed on, because row 1 went on
-    assert places(record, 1) == [*pad, NONE, NONE, 50, 51, 52, NONE]
+    assert places(record, 1) == [*pad, NONE, NONE, 50, 51, 52, 53 if more else NONE]
 
 
 def test_what_a_later_turn_computed_first_has_its_record():
@@ -70,9 +74,10 @@ def test_a_completion_that_was_cut_or_changed_keeps_the_record_of_what_is_left()
         [RoutedTurn([[1], [2]], [[3], [4]])],
         [turn([[1]], [[3]])],
         [turn([[9], [2]], [[3], [4]])],
-        [RoutedTurn([[1], [2]], [[3, 3, 3, 3], [4]], torch.zeros(2, 2, 1, dtype=torch.uint8))],
+        [RoutedTurn([[1], [2]], [[3, 3, 3, 3], [4]], torch.zeros(2, 2, 1, dtype=torch.uint8), 1)],
+        [RoutedTurn([[1], [2]], [[3], [4]], torch.zeros(2, 2, 1, dtype=torch.uint8))],
     ],
-    ids=["none", "not recorded", "other rows", "other prompts", "too short"],
+    ids=["none", "not recorded", "other rows", "other prompts", "too short", "no prompt"],
 )
 def test_turns_of_another_batch_have_no_record(turns):
     assert arrange(turns, *batch([[1], [2]], [[3], [4]])) is None

@@ -434,6 +434,25 @@ def dense():
     return tiny.build_model("text")
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_rollouts_with_and_without_a_cache_agree_in_float32(cached, tmp_path):
+    changes = {"generation_kwargs": {"use_cache": cached}}
+    trainer = trainer_of(tmp_path, "fp32", router_replay="rollout", **changes)
+    made = []
+    generate = trainer.model.generate
+
+    def counting(*args, **kwargs):
+        kwargs["generation_config"].use_cache = cached  # TRL has a setting of its own
+        made.append(kwargs["generation_config"].use_cache)
+        return generate(*args, **kwargs)
+
+    trainer.model.generate = counting
+    trainer.train()
+    assert set(made) == {cached}
+    assert logged(trainer, FLIPS) == [0.0, 0.0]
+    assert logged(trainer, REPLAYED) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -441,8 +460,9 @@ def dense():
         ({"model_of": phimoe}, "gets experts that no call"),
         ({"torch_compile": True}, "compiles the choice"),
         ({"use_transformers_continuous_batching": True}, "continuous batching"),
+        ({"generation_kwargs": {"num_beams": 2}}, "beam search"),
     ],
-    ids=["dense", "drawn", "compiled", "continuous"],
+    ids=["dense", "drawn", "compiled", "continuous", "beams"],
 )
 def test_a_replay_that_cannot_reach_the_experts_is_refused(changes, reason, tmp_path):
     with pytest.raises(PrecisionError, match=reason) as refused:
