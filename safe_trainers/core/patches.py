@@ -112,7 +112,7 @@ PATCHES: Mapping[str, Patch] = {
         "operations between layers have no hooks, and PEFT calls `forward` of the base model past its hooks",
     ),
     "cache-dtype": Patch(
-        "the key-value cache of `generate`", ("update",), LIFETIME,
+        "the key-value cache of `generate`", ("update",), BLOCK,
         "keys and values have two dtypes under autocast, and one is stored and cast again; a cache has no hooks",
     ),
     "cpu-packing": Patch(

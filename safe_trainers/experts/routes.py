@@ -141,12 +141,13 @@ class ExpertRoutes(Feature):
         """Why the choices of a rollout cannot be recorded, whatever the model is."""
         run, args = self.run, self.run.args
         trainer = type(run.trainer)
-        beams = (getattr(args, "generation_kwargs", None) or {}).get("num_beams") or 1
+        generation = getattr(args, "generation_kwargs", None) or {}
         reasons = {
             f"{trainer.__name__} has no rollouts": not has_rollouts(trainer),
             "the user's rollout_func generates": getattr(run.trainer, "rollout_func", None) is not None,
             "vLLM is asked for them only with `router_replay='rollout'`": self._uses_vllm and not self.replays,
-            "beam search changes the order of sequences": beams > 1,
+            "beam search changes the order of sequences": (generation.get("num_beams") or 1) > 1,
+            "`prefill_chunk_size` divides the prompts": bool(generation.get("prefill_chunk_size")),
             "continuous batching computes in its own order": uses_continuous_batching(args),
             "`torch_compile=True` compiles the choice into the model": getattr(args, "torch_compile", False),
             "`nn.DataParallel` runs copies of the model": args.n_gpu > 1,

@@ -49,11 +49,14 @@ class Repeats:
         sizes: Entries of each image along the first axis of the media tensor: 1, or its number of patches.
         distinct: Indices of the first image of each kind.
         kinds: For each image, the position of its kind in `distinct`.
+        fixed: Whether the number of rows of an image's features follows from shapes alone: there are no masks or
+            positions, and no padded images.
     """
 
     sizes: tuple[int, ...]
     distinct: tuple[int, ...]
     kinds: tuple[int, ...]
+    fixed: bool = False
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -163,7 +166,10 @@ class SharedFeatures(Feature):
         decision = self._decisions.get(key)
         if decision is not None and decision.plan is not None:
             self.computed += len(repeats.distinct)
-            return _expand(few.run(features), decision.plan, repeats)
+            try:
+                return _expand(few.run(features), decision.plan, repeats)
+            except _NotShareableError:  # images of other sizes have another number of rows
+                self._decisions[key] = self._refuse("the number of rows of an image depends on its values")
         self.computed += number
         output = call.run(features)
         if decision is None and len(self._decisions) < LIMIT:
@@ -247,7 +253,8 @@ def find_repeats(arguments: Mapping[str, Any], key: str) -> Repeats | None:
             candidates.append(len(distinct))
             kinds.append(len(distinct))
             distinct.append(index)
-    return None if len(distinct) == number else Repeats(tuple(sizes), tuple(distinct), tuple(kinds))
+    fixed = len(parts) == 1 and media.ndim == 4
+    return None if len(distinct) == number else Repeats(tuple(sizes), tuple(distinct), tuple(kinds), fixed)
 
 
 def _grid_sizes(media: torch.Tensor, others: Mapping[str, torch.Tensor]) -> list[int] | None:
@@ -273,10 +280,12 @@ def _plan(every: Any, few: Any, repeats: Repeats) -> Any:
     if isinstance(every, torch.Tensor) and isinstance(few, torch.Tensor):
         if every.ndim == few.ndim == 0:
             return _SAME
-        for of_all, of_few in ((len(repeats.sizes), len(repeats.distinct)), (sum(repeats.sizes), sum(repeats.kept))):
+        by_image, by_entry = (len(repeats.sizes), len(repeats.distinct)), (sum(repeats.sizes), sum(repeats.kept))
+        for of_all, of_few in (by_entry, by_image):
             rows = every.shape[0] / of_all
-            if rows * of_few == few.shape[0] and (rows >= 1 or all(s * rows % 1 == 0 for s in repeats.sizes)):
-                return (rows, of_few == len(repeats.distinct))
+            known = rows == 1 or repeats.fixed or of_all != len(repeats.sizes)
+            if known and rows * of_few == few.shape[0] and all(size * rows % 1 == 0 for size in repeats.sizes):
+                return (rows, (of_all, of_few) == by_image)
         raise _NotShareableError
     entries, others = _entries(every), _entries(few)
     if entries is None or others is None:
@@ -293,10 +302,14 @@ def _expand(value: Any, plan: Any, repeats: Repeats) -> Any:
     if plan == _SAME:
         return value
     if plan == _LISTED:
+        if len(value) != len(repeats.distinct):
+            raise _NotShareableError
         return type(value)(value[kind] for kind in repeats.kinds)
     if isinstance(plan, tuple):
         rows, by_image = plan
         sizes = [int(rows * size) for size in ([1] * len(repeats.distinct) if by_image else repeats.kept)]
+        if sum(sizes) != value.shape[0]:
+            raise _NotShareableError
         pieces = value.split(sizes)
         return _joined([pieces[kind] for kind in repeats.kinds])
     expanded = {name: _expand(entry, plan[name], repeats) for name, entry in (_entries(value) or {}).items()}

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from ..core.patches import replace
+from ..core.patches import replace, restore
 
 
 KERNELS = frozenset({"sdpa", "flash_attention_2", "flash_attention_3"})
@@ -44,12 +44,14 @@ def cache_in_one_dtype(text: nn.Module) -> Iterator[None]:
     Args:
         text: The text model, which gets the cache as `past_key_values`.
     """
+    caches: list[Any] = []
     rounds = getattr(getattr(text, "config", None), "_attn_implementation", None) in KERNELS
 
     def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()  # later passes may be compiled, and have the same cache
         cache = kwargs.get("past_key_values")
         if isinstance(cache, DynamicCache | StaticCache):
+            caches.append(cache)
             replace("cache-dtype", cache, "update", partial(_update, cache.update, rounds))
 
     handle = text.register_forward_pre_hook(prepare, with_kwargs=True)
@@ -57,6 +59,8 @@ def cache_in_one_dtype(text: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+        for cache in caches:
+            restore(cache, "update")  # which refers to the cache; without it, the cache is freed after the turn
 
 
 def _update(

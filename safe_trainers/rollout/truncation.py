@@ -20,7 +20,7 @@ from torch import nn
 
 from ..core.errors import PrecisionError, Problem, raise_if, refuse
 from ..core.feature import Feature, Run
-from ..model.parts import find_parts, unwrap
+from ..model.parts import find_parts, is_reference, unwrap
 from ..policy.distributed import shards_weights
 from ..policy.sampling import CORRECTABLE, CORRECTION, changed_settings, uncorrectable
 from .head_scaling import postprocessing
@@ -249,8 +249,10 @@ class TruncationCorrection(Feature):
         self._inputs = inputs
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
-        """Scores completions; the first scoring of a rollout is that of the policy."""
+        """Scores completions; the first scoring of the policy after a rollout is that of the rollout."""
         inputs, self._inputs = self._inputs, {}
+        if is_reference(inputs.get("model", self.run.model), self.run.model):
+            return call()
         armed, self._armed = self._armed, False
         if not armed or not self._needed:
             return call()

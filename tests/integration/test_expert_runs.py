@@ -461,8 +461,9 @@ def test_rollouts_with_and_without_a_cache_agree_in_float32(cached, tmp_path):
         ({"torch_compile": True}, "compiles the choice"),
         ({"use_transformers_continuous_batching": True}, "continuous batching"),
         ({"generation_kwargs": {"num_beams": 2}}, "beam search"),
+        ({"generation_kwargs": {"prefill_chunk_size": 17}}, "divides the prompts"),
     ],
-    ids=["dense", "drawn", "compiled", "continuous", "beams"],
+    ids=["dense", "drawn", "compiled", "continuous", "beams", "chunks"],
 )
 def test_a_replay_that_cannot_reach_the_experts_is_refused(changes, reason, tmp_path):
     with pytest.raises(PrecisionError, match=reason) as refused:

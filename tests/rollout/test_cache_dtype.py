@@ -1,5 +1,7 @@
 """The key-value cache of rollouts under autocast: its dtype and bytes, the tokens sampled, and static caches."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import cells
@@ -113,6 +115,25 @@ def test_a_half_cache_takes_half_of_the_bytes_and_samples_the_same_tokens(family
     assert rollouts(cell) == half
     assert dtypes == {torch.bfloat16}
     assert stored(caches) == ({torch.float32}, 2 * nbytes)
+
+
+def test_no_cache_outlives_its_turn(monkeypatch):
+    """Without the help of Python's collector of reference cycles, as in stock."""
+    alive, died = [], []
+    generate = GenerationMixin.generate
+
+    def keeping(model, *args, **kwargs):
+        cache = DynamicCache(config=model.config.get_text_config())
+        alive.append(weakref.ref(cache, died.append))
+        return generate(model, *args, **{**kwargs, "past_key_values": cache})
+
+    monkeypatch.setattr(GenerationMixin, "generate", keeping)
+    gc.disable()
+    try:
+        rollouts(Cell("text", "grpo", "fp32", "bf16", lora=True))
+    finally:
+        gc.enable()
+    assert len(died) == len(alive) > 0
 
 
 def test_stock_stores_float32(monkeypatch):
