@@ -98,7 +98,7 @@ class EngineRoutes:
         outputs, self._outputs = self._outputs, ()
         layers = [layer_of(router.name) for router in self._routers.found]
         kept = [getattr(part, "routed_experts", None) for output in outputs for part in output.outputs]
-        chosen_by_row = [part.tolist() for part in kept if part is not None]  # arrays of NumPy, (S, layers, k)
+        chosen_by_row = [part for part in kept if part is not None]  # arrays of NumPy, (S, layers, k)
         if len(chosen_by_row) != len(prompts):
             return None
         longest = max(map(len, prompts))
@@ -106,7 +106,7 @@ class EngineRoutes:
         dtype = self._routers.dtype
         record = torch.full((len(prompts), width, self._routers.width), unknown(dtype), dtype=dtype)
         for row, (prompt, completion, part) in enumerate(zip(prompts, completions, chosen_by_row, strict=True)):
-            chosen = torch.tensor(part)[:, layers].flatten(1)  # (S, K)
+            chosen = torch.from_numpy(part.astype("int64"))[:, layers].flatten(1)  # (S, K)
             if chosen.shape != (len(prompt) + len(completion) - 1, self._routers.width):
                 return None
             start = longest - len(prompt)

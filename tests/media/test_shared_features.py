@@ -4,14 +4,17 @@ import gc
 import weakref
 
 import cells
+import numpy as np
 import pytest
 import torch
 from cells import Cell
+from datasets import Dataset
 from peft import LoraConfig
+from PIL import Image
 from policing import reset_accelerate
 from torch.overrides import TorchFunctionMode
 
-from safe_trainers import SafeGRPOConfig, SafeRLOOConfig
+from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, SafeRLOOConfig, tiny
 from safe_trainers.media import shared_features
 from safe_trainers.media.shared_features import SAMPLED, SharedFeatures, find_repeats
 from safe_trainers.model.parts import find_parts
@@ -220,3 +223,34 @@ def test_a_model_does_not_keep_its_trainer():
     parts = find_parts(model)
     images = torch.rand(1, 3, 32, 32).expand(2, -1, -1, -1)
     assert parts.containers[-1].get_image_features(images) is not None
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "idefics3"])
+def test_prompts_with_one_and_with_two_images_in_batches_of_one_shape(family, tmp_path):
+    """The first batch has two images in each prompt; the third has one in one prompt, beside a padded image."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "what is it ?"}],
+            "images": [Image.fromarray(rng.integers(1, 255, (32, 32, 3), dtype=np.uint8)) for _ in range(number)],
+        }
+        for number in (2, 2, 2, 1, 1, 2)
+    ]
+
+    def trained(shared):
+        reset_accelerate()
+        torch.manual_seed(0)
+        processor = tiny.build_processor(family)
+        trainer = SafeGRPOTrainer(
+            tiny.build_model(family),
+            args=SafeGRPOConfig(
+                str(tmp_path), use_cpu=True, max_steps=3, per_device_train_batch_size=4, num_generations=2,
+                max_completion_length=4, shuffle_dataset=False, report_to=[], save_strategy="no", disable_tqdm=True,
+                learning_rate=1e-3, generation_kwargs=tiny.generation_kwargs(processor), share_media_features=shared,
+            ),
+            reward_funcs=cells.token_reward, train_dataset=Dataset.from_list(rows), processing_class=processor,
+        )  # fmt: skip
+        trainer.train()
+        return cells.fingerprint(trainer.model)
+
+    assert trained("identical") == trained("off")
