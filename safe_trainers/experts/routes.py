@@ -186,7 +186,7 @@ class ExpertRoutes(Feature):
             turn.width = recorder.width
         else:
             turn.record = self._engine.record(turn.prompts, turn.completions)
-            turn.width = max(map(len, turn.prompts))
+            turn.width = max(map(len, turn.prompts), default=0)
         self._turns.append(turn)
         return result
 

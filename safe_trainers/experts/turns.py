@@ -33,7 +33,7 @@ class RoutedTurn:
         if self.record is None or not self.completions:
             return False
         sampled = max(map(len, self.completions)) - 1  # the last token is not passed to the model
-        return self.width >= max(map(len, self.prompts)) and self.record.shape[1] >= self.width + sampled
+        return self.width >= max(map(len, self.prompts), default=0) and self.record.shape[1] >= self.width + sampled
 
 
 def arrange(turns: Sequence[RoutedTurn], input_ids: torch.Tensor, length: int) -> torch.Tensor | None:

@@ -51,12 +51,14 @@ class Repeats:
         kinds: For each image, the position of its kind in `distinct`.
         fixed: Whether the number of rows of an image's features follows from shapes alone: there are no masks or
             positions, and no padded images.
+        padded: Whether entries may hold several images, some of them padding.
     """
 
     sizes: tuple[int, ...]
     distinct: tuple[int, ...]
     kinds: tuple[int, ...]
     fixed: bool = False
+    padded: bool = False
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -253,8 +255,11 @@ def find_repeats(arguments: Mapping[str, Any], key: str) -> Repeats | None:
             candidates.append(len(distinct))
             kinds.append(len(distinct))
             distinct.append(index)
+    if len(distinct) == number:
+        return None
     fixed = len(parts) == 1 and media.ndim == 4
-    return None if len(distinct) == number else Repeats(tuple(sizes), tuple(distinct), tuple(kinds), fixed)
+    padded = key == "pixel_values" and media.ndim == 5 and media.shape[1] > 1
+    return Repeats(tuple(sizes), tuple(distinct), tuple(kinds), fixed, padded)
 
 
 def _grid_sizes(media: torch.Tensor, others: Mapping[str, torch.Tensor]) -> list[int] | None:
@@ -280,21 +285,24 @@ def _plan(every: Any, few: Any, repeats: Repeats) -> Any:
     if isinstance(every, torch.Tensor) and isinstance(few, torch.Tensor):
         if every.ndim == few.ndim == 0:
             return _SAME
-        by_image, by_entry = (len(repeats.sizes), len(repeats.distinct)), (sum(repeats.sizes), sum(repeats.kept))
-        for of_all, of_few in (by_entry, by_image):
-            rows = every.shape[0] / of_all
-            known = rows == 1 or repeats.fixed or of_all != len(repeats.sizes)
-            if known and rows * of_few == few.shape[0] and all(size * rows % 1 == 0 for size in repeats.sizes):
-                return (rows, (of_all, of_few) == by_image)
+        number, entries = len(repeats.sizes), sum(repeats.sizes)
+        if entries != number:  # a grid determines the entries of each image
+            rows = every.shape[0] / entries
+            if rows * sum(repeats.kept) == few.shape[0] and all(size * rows % 1 == 0 for size in repeats.sizes):
+                return (rows, False)
+        rows = every.shape[0] / number
+        known = repeats.fixed or (rows == 1 and not repeats.padded)  # else it may be a mean of several numbers
+        if known and rows % 1 == 0 and rows * len(repeats.distinct) == few.shape[0]:
+            return (rows, True)
         raise _NotShareableError
-    entries, others = _entries(every), _entries(few)
-    if entries is None or others is None:
+    parts, others = _entries(every), _entries(few)
+    if parts is None or others is None:
         return _SAME
     if isinstance(every, Sequence) and len(every) == len(repeats.sizes) and len(few) == len(repeats.distinct):
         return _LISTED
-    if entries.keys() != others.keys():
+    if parts.keys() != others.keys():
         raise _NotShareableError
-    return {name: _plan(entry, others[name], repeats) for name, entry in entries.items()}
+    return {name: _plan(part, others[name], repeats) for name, part in parts.items()}
 
 
 def _expand(value: Any, plan: Any, repeats: Repeats) -> Any:

@@ -3,12 +3,13 @@
 Autocast gives keys and values in two dtypes: the value projection returns the autocast dtype, and rotary embeddings
 return keys in the dtype of the residual stream, which is float32. A dynamic cache of transformers stores both in
 float32. Kernels that take queries, keys and values in one dtype then cast the whole cache to the autocast dtype for
-every token. A static cache of transformers before 5.24 allocates one dtype for both, and refuses the other.
+every token. A static cache of transformers before 5.24 allocates one dtype for both, and refuses the other. Since 5.24
+both caches store each of the two dtypes.
 
 While a turn is generated under autocast, keys and values are cast to the autocast dtype once, when they are stored.
-The kernels compute with the same values, and the cache takes half of the memory. Where the model's own code computes
-attention (`"eager"`, or a kernel that is not in `KERNELS`), the values are cast to the dtype of the keys, so that
-nothing is rounded.
+The kernels compute with the same values, and what was float32 takes half of the memory. Where the model's own code
+computes attention (`"eager"`, or a kernel that is not in `KERNELS`), nothing is rounded: a dynamic cache is left as it
+is, and the values of a static one are cast to the dtype of the keys.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 
 from ..core.patches import replace, restore
 
@@ -42,17 +43,18 @@ def cache_in_one_dtype(text: nn.Module) -> Iterator[None]:
     """Prepares the cache that the first forward pass in the block is called with.
 
     Args:
-        text: The text model, which gets the cache as `past_key_values`.
+        text: The text model, which gets the cache as `past_key_values`, or as `cache` since transformers 5.24.
     """
     caches: list[Any] = []
     rounds = getattr(getattr(text, "config", None), "_attn_implementation", None) in KERNELS
 
     def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()  # later passes may be compiled, and have the same cache
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, DynamicCache | StaticCache):
-            caches.append(cache)
-            replace("cache-dtype", cache, "update", partial(_update, cache.update, rounds))
+        for cache in kwargs.values():
+            if isinstance(cache, StaticCache) or (rounds and isinstance(cache, DynamicCache)):
+                caches.append(cache)
+                replace("cache-dtype", cache, "update", partial(_update, cache, cache.update, rounds))
+                return
 
     handle = text.register_forward_pre_hook(prepare, with_kwargs=True)
     try:
@@ -61,13 +63,27 @@ def cache_in_one_dtype(text: nn.Module) -> Iterator[None]:
         handle.remove()
         for cache in caches:
             restore(cache, "update")  # which refers to the cache; without it, the cache is freed after the turn
+            for layer in cache.layers:
+                if isinstance(layer, StaticLayer):
+                    layer.is_initialized = False  # transformers before 5.23 uses it again, maybe in another dtype
 
 
 def _update(
-    update: Any, rounds: bool, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    cache: Any,
+    update: Any,
+    rounds: bool,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    layer_idx: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds keys and values, each (B, heads, T, head size), to a layer of a cache in one dtype."""
     kind = key_states.device.type
     # A module that is held in float32 disables autocast around its attention.
     dtype = torch.get_autocast_dtype(kind) if rounds and torch.is_autocast_enabled(kind) else key_states.dtype
-    return update(key_states.to(dtype), value_states.to(dtype), *args, **kwargs)
+    dtypes = dtype, dtype
+    layer = cache.layers[layer_idx] if isinstance(cache, StaticCache) else None
+    if isinstance(layer, StaticLayer) and layer.is_initialized:  # it writes into tensors that exist
+        dtypes = layer.keys.dtype, layer.values.dtype
+    return update(key_states.to(dtypes[0]), value_states.to(dtypes[1]), layer_idx, *args, **kwargs)

@@ -251,7 +251,7 @@ class TruncationCorrection(Feature):
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions; the first scoring of the policy after a rollout is that of the rollout."""
         inputs, self._inputs = self._inputs, {}
-        if is_reference(inputs.get("model", self.run.model), self.run.model):
+        if self._armed and is_reference(inputs.get("model", self.run.model), self.run.model):
             return call()
         armed, self._armed = self._armed, False
         if not armed or not self._needed:
