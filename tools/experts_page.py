@@ -67,7 +67,8 @@ many tokens of the first pass it did not choose what the rollout chose.
 
 `router_replay="rollout"` is refused, with the reason, if some experts get tokens that no such call chose:
 routers that draw experts at random (PhiMoE), hash them, or choose inside of a fused kernel; models with experts
-of their own for images (Ernie 4.5 VL); `torch_compile=True`; continuous batching; a `rollout_func`; and
+of their own for images (Ernie 4.5 VL); `torch_compile=True`; continuous batching; beam search; prompts that
+`prefill_chunk_size` divides; a `rollout_func`; and
 trainers without rollouts.
 
 ## Routers in float32

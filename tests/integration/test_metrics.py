@@ -549,6 +549,20 @@ def test_importance_weights_that_are_not_finite_are_refused_where_stock_loses_it
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_reference_model_is_not_taken_for_the_policy(beta, monkeypatch):
+    """The policy is not scored before the loss here, so that the reference model is scored first."""
+    vllm_stand_in.install(monkeypatch)
+    reset_accelerate()
+    cell = Cell("text", "grpo", "fp32", None, beta=beta)
+    changes = {"use_vllm": True, "vllm_mode": "colocate", "top_k": 10}
+    changes["vllm_importance_sampling_correction"] = False
+    trainer = SafeGRPOTrainer(**cells.arguments(cell, SafeGRPOConfig, **changes))
+    trainer.vllm_generation.llm.llm_engine.model_config.dtype = torch.float32  # the stand-in has none
+    trainer.train()
+    assert [math.isfinite(entry["precision/logp_mismatch_mean"]) for entry in logged(trainer)] == [True, True]
+
+
 def test_a_missing_importance_weight_names_what_mends_it():
     """Before 1.16 TRL hands NaN on."""
     batch = {"importance_sampling_ratio": torch.tensor([[1.0, math.nan]])}

@@ -80,6 +80,59 @@ def test_other_trainers_and_precisions(task, weights, flag):
     assert on == off
 
 
+def pairs(*shape):
+    """Four entries, of which two and two are equal."""
+    return torch.rand(2, *shape).repeat_interleave(2, dim=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        ({"pixel_values": pairs(2, 3, 8, 8)}, 1),  # two, none, two and none of the images may be padding
+        ({"pixel_values": pairs(2, 3, 8, 8)}, 6),
+        ({"pixel_values": pairs(3, 8, 8), "pixel_attention_mask": torch.ones(4, 8, 8)}, 6),
+        ({"input_features": pairs(16, 100), "input_features_mask": torch.ones(4, 100)}, 20),
+        ({"pixel_values": pairs(16, 8), "image_position_ids": torch.ones(4, 16, 2)}, 16),
+    ],
+    ids=["one padded image", "padded images", "masked images", "masked sounds", "positions"],
+)
+def test_rows_that_may_depend_on_values_are_not_divided(arguments, rows):
+    """Equal shapes do not tell how many rows an image has, and their mean is that of one batch alone."""
+    repeats = find_repeats(arguments, next(iter(arguments)))
+    assert repeats.kinds == (0, 0, 1, 1)
+    with pytest.raises(shared_features._NotShareableError):
+        shared_features._plan(torch.zeros(4 * rows, 2), torch.zeros(2 * rows, 2), repeats)
+
+
+def test_rows_that_shapes_or_a_grid_determine_are_divided():
+    single = find_repeats({"pixel_values": pairs(3, 8, 8)}, "pixel_values")
+    assert shared_features._plan(torch.zeros(24, 2), torch.zeros(12, 2), single) == (6, True)
+    grid = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2], [1, 2, 4]])
+    patches = torch.cat([part for _ in range(2) for part in (torch.ones(4, 3), torch.zeros(8, 3))])
+    sized = find_repeats({"pixel_values": patches, "image_grid_thw": grid}, "pixel_values")
+    assert shared_features._plan(torch.zeros(24, 2), torch.zeros(12, 2), sized) == (1, False)
+    assert shared_features._plan(torch.zeros(6, 2), torch.zeros(3, 2), sized) == (0.25, False)
+    assert shared_features._plan(torch.zeros(4, 2), torch.zeros(2, 2), sized) == (1, True)
+
+
+def test_a_result_that_does_not_fit_is_computed_for_all_images():
+    """A method may take the number of rows from the values of an image, whatever its arguments look like."""
+    trainer = build(Cell("llava", "grpo", "fp32", None, lora=True), "identical")
+    feature = sharing_of(trainer)
+
+    def get_image_features(module, pixel_values):
+        rows = 1 + (pixel_values.flatten(1).amax(1) > 1)
+        return pixel_values.flatten(1).repeat_interleave(rows, dim=0)
+
+    shared = feature._sharing(get_image_features)
+    first = pairs(3, 4, 4)
+    second = first * torch.tensor([9.0, 9.0, 1.0, 1.0]).view(4, 1, 1, 1)
+    for images in (first, first, second, first):
+        assert torch.equal(shared(trainer.model, images), get_image_features(trainer.model, images))
+    assert feature.computed == 4 + 2 + (2 + 4) + 4
+    assert feature.refused == ["the number of rows of an image depends on its values"]
+
+
 def test_tensors_in_the_other_half_precision_than_autocast_are_divided():
     """Under autocast to bfloat16, `torch.cat` rejects float16."""
     repeats = shared_features.Repeats((1, 1, 1), (0, 2), (0, 0, 1))
