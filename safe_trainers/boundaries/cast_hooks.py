@@ -8,7 +8,9 @@ without the hooks therefore computes the same numbers with them.
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.patches import replace, restore
+from ..core.patches import replace, replaced_by, restore
 from ..model.inventory import first_dtype
 from ..model.parts import (
     FEATURE_METHODS,
@@ -29,8 +31,10 @@ from ..model.parts import (
 )
 
 
+_PATCH = "features"
 _LEAVES = (*MATMUL_LEAVES, *NORM_LEAVES)
-_MARK = "_safe_trainers_boundary"
+_METHODS = ("forward", "_old_forward", *FEATURE_METHODS)
+"""Methods of modules that this package replaces."""
 
 
 def guard_leaves(modules: Iterable[nn.Module]) -> int:
@@ -74,9 +78,9 @@ def guard_features(parts: ModelParts) -> tuple[str, ...]:
         for name in FEATURE_METHODS:
             method = getattr(container, name, None)
             function = getattr(method, "__func__", None)
-            if function is None or hasattr(function, _MARK):
+            if function is None or _PATCH in replaced_by(container, name):
                 continue
-            replace("features", container, name, MethodType(_features_follow_embeddings(function), container))
+            replace(_PATCH, container, name, MethodType(_features_follow_embeddings(function), container))
             wrapped.append(f"{type(container).__name__}.{name}")
     return tuple(wrapped)
 
@@ -96,6 +100,54 @@ def widen_embeddings(embeddings: nn.Module) -> RemovableHandle:
     return embeddings.register_forward_hook(_widen)
 
 
+def guard_inputs(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the inputs of a layer to a dtype, also under autocast.
+
+    Args:
+        layer: The layer.
+        dtype: The dtype.
+    """
+    layer.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+
+
+def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+def remove_casts(model: nn.Module) -> None:
+    """Removes the casts that this package has placed on the modules of a model, and what keeps modules in float32.
+
+    Args:
+        model: The model, wrapped or not, or a `deepcopy` of one that had casts.
+    """
+    for module in model.modules():
+        for name in _METHODS:
+            restore(module, name)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) in _HOOKS]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def count_casts(model: nn.Module) -> Counter[Any]:
+    """Counts what `remove_casts` would remove from a model, by kind.
+
+    Args:
+        model: The model, wrapped or not.
+    """
+    found: Counter[Any] = Counter()
+    for module in model.modules():
+        for name in _METHODS:
+            found.update(replaced_by(module, name))
+        for name in ("_old_forward", "_original_forward"):  # where accelerate keeps methods that it wraps
+            found.update(replaced_by(module, "forward", kept_as=name))
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for hook in hooks.values():
+                if (function := getattr(hook, "func", hook)) in _HOOKS:
+                    found[function, getattr(hook, "args", ())] += 1
+    return found
+
+
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:
     half = isinstance(output, torch.Tensor) and output.is_floating_point()
     return output.float() if half and torch.is_autocast_enabled(output.device.type) else None
@@ -113,8 +165,7 @@ def release_features(parts: ModelParts) -> bool:
     released = False
     for container in parts.containers:
         for name in FEATURE_METHODS:
-            if hasattr(getattr(vars(container).get(name), "__func__", None), _MARK):
-                released = restore(container, name) or released
+            released = restore(container, name) or released
     return released
 
 
@@ -191,7 +242,6 @@ def _features_follow_embeddings(function: Callable[..., Any]) -> Callable[..., A
         dtype = torch.float32 if wide else first_dtype(embeddings)
         return output if dtype is None else cast_floating(output, dtype)
 
-    setattr(features, _MARK, True)
     return features
 
 
@@ -277,3 +327,6 @@ def _follow_matrix(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return None if value.dtype == matrix.dtype else (args, {**kwargs, name: value.to(matrix.dtype)})
     return None
+
+
+_HOOKS = frozenset({_follow_weights, _follow_matrix, _widen, _cast_inputs})

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..core.patches import replace
+from ..core.patches import replace, replaced_by
 from ..model.parts import is_quantized
 from ..model.trial_forward import is_dtype_error
 from .cast_hooks import map_floating
 
 
-_MARK = "_safe_trainers_operations"
+_PATCH = "operations"
 _INTO_FIRST = ("scatter", "index_", "__setitem__")
 """Parts of the names of operations whose result has the dtype of their first argument."""
 
@@ -70,7 +70,7 @@ def guard_operations(module: nn.Module) -> bool:
         Whether the method was replaced; `False` if it was replaced before, or is not a method of the module's class.
     """
     function = getattr(module.forward, "__func__", None)
-    if function is None or hasattr(function, _MARK):
+    if function is None or _PATCH in replaced_by(module, "forward"):
         return False
 
     @functools.wraps(function)
@@ -79,9 +79,7 @@ def guard_operations(module: nn.Module) -> bool:
             return function(self, *args, **kwargs)
 
     # A compiled graph would not contain the mode.
-    eager = torch.compiler.disable(forward)
-    setattr(eager, _MARK, True)
-    replace("operations", module, "forward", MethodType(eager, module))
+    replace(_PATCH, module, "forward", MethodType(torch.compiler.disable(forward), module))
     return True
 
 

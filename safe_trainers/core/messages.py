@@ -249,5 +249,10 @@ WARNINGS = index(
         "an engine, a callback or other code changed the dtype after the trainer was built.",
         "set the run's own precision in the config of the engine (accelerate, FSDP, DeepSpeed), or none at all",
     ),
+    Finding(
+        "model-of-another-trainer",
+        "another trainer was built with the same model since, and has replaced the casts of this one.",
+        "build {trainer} after the other trainer has finished",
+    ),
 )
 """Every warning of this package, by id. Each is given once per trainer."""

@@ -1,13 +1,14 @@
 """Every attribute of an upstream object that this package replaces, and the only functions that replace one.
 
 `patched` replaces attributes while a block runs, and restores them when it ends. `replace` replaces a method of one
-instance (a module of the user's model, the trainer's own vLLM generation) as long as the instance lives, and `restore`
-undoes that. Classes are never changed, and modules only with `patched`.
+instance (a module of the user's model, the trainer's own vLLM generation) as long as the instance lives, or until
+`restore` restores what it replaced. Classes are never changed, and modules only with `patched`.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 
@@ -49,6 +50,10 @@ PATCHES: Mapping[str, Patch] = {
     ),
     "vllm-engine": Patch(
         "modules of TRL", ("LLM",), CONSTRUCTION, "TRL passes no dtype to the engine, and may quantise its weights",
+    ),
+    "model-preparation": Patch(
+        "the trainer's accelerator", ("prepare_model",), LIFETIME,
+        "accelerate leaves a model as another accelerator has prepared it, with the autocast of that one",
     ),
     "weight-sync": Patch(
         "the trainer's VLLMGeneration", ("sync_weights",), LIFETIME,
@@ -140,7 +145,8 @@ def patched(patch: str, owner: Any, **values: Any) -> Iterator[None]:
     before = {name: attributes[name] for name in values if name in attributes}
     try:
         for name, value in values.items():
-            replace(patch, owner, name, value)
+            _check(patch, name)
+            attributes[name] = value
         yield
     finally:
         for name in values:
@@ -149,7 +155,7 @@ def patched(patch: str, owner: Any, **values: Any) -> Iterator[None]:
 
 
 def replace(patch: str, owner: Any, name: str, value: Any) -> None:
-    """Replaces an attribute of an instance.
+    """Replaces an attribute of an instance, and records what it replaces for `restore`.
 
     Args:
         patch: Key in `PATCHES`.
@@ -160,19 +166,90 @@ def replace(patch: str, owner: Any, name: str, value: Any) -> None:
     Raises:
         KeyError: If `PATCHES` has no such patch, or the patch does not list the attribute.
     """
-    if name not in PATCHES[patch].names:
-        raise KeyError(f"the patch {patch!r} does not list {name!r}")
-    vars(owner)[name] = value
+    _check(patch, name)
+    attributes = vars(owner)
+    records = attributes.setdefault(_RECORDS, {})
+    before = attributes.get(name, _ABSENT)
+    records[name] = [_Record(patch, value, before), *_chain(owner, name, before)]
+    attributes[name] = value
+
+
+def replaced_by(owner: Any, name: str, kept_as: str | None = None) -> list[str]:
+    """Returns the ids of the patches that replace an attribute of an instance, the last one first.
+
+    Args:
+        owner: The instance, or a `deepcopy` of it.
+        name: The attribute.
+        kept_as: The attribute that holds the replaced value if something else has replaced it since and kept it.
+    """
+    return [record.patch for record in _chain(owner, name, vars(owner).get(kept_as or name, _ABSENT))]
 
 
 def restore(owner: Any, name: str) -> bool:
-    """Restores the method of its class on an instance.
+    """Restores what `replace` has replaced, unless something else has replaced the attribute since.
 
     Args:
-        owner: The instance.
-        name: The method.
+        owner: The instance, or a `deepcopy` of it.
+        name: The attribute.
 
     Returns:
-        Whether the method had been replaced.
+        Whether the attribute had been replaced.
     """
-    return vars(owner).pop(name, None) is not None
+    attributes = vars(owner)
+    chain = _chain(owner, name, attributes.get(name, _ABSENT))
+    if not chain:
+        return False
+    records = attributes[_RECORDS]
+    del records[name]
+    if not records:
+        del attributes[_RECORDS]
+    if chain[-1].before is _ABSENT:
+        del attributes[name]
+    else:
+        attributes[name] = chain[-1].before
+    return True
+
+
+_RECORDS = "_safe_trainers_replaced"
+"""Attribute of an instance with the records of what was replaced, by name, the last one first."""
+
+
+class _Absent:
+    """Stands for an attribute that an instance did not have; a `deepcopy` is the same object."""
+
+    def __deepcopy__(self, memo: Any) -> "_Absent":
+        return self
+
+
+_ABSENT = _Absent()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One replacement.
+
+    Attributes:
+        patch: Key in `PATCHES`.
+        value: The new value.
+        before: The value before, or `_ABSENT`.
+    """
+
+    patch: str
+    value: Any
+    before: Any
+
+
+def _check(patch: str, name: str) -> None:
+    """Raises `KeyError` if `PATCHES` does not list an attribute."""
+    if name not in PATCHES[patch].names:
+        raise KeyError(f"the patch {patch!r} does not list {name!r}")
+
+
+def _chain(owner: Any, name: str, value: Any) -> list[_Record]:
+    """Returns the records that lead from a value of an attribute to what it was before all of them."""
+    found = []
+    for record in vars(owner).get(_RECORDS, {}).get(name, ()):
+        if record.value is value or (isinstance(value, MethodType) and record.value == value):
+            found.append(record)
+            value = record.before
+    return found

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs, convert_outputs_to_fp32
+from accelerate.utils import AutocastKwargs, convert_outputs_to_fp32, extract_model_from_parallel
 from torch import nn
 from transformers.training_args import ParallelMode
 
@@ -267,6 +267,55 @@ def _configure_fsdp1(plugin: Any) -> None:
     )
 
 
+def release_preparation(model: nn.Module) -> None:
+    """Undoes what an accelerator has done to the forward pass of a model, so that another one can prepare it.
+
+    accelerate marks a model that it has prepared, and another accelerator then leaves it as it is, with the autocast
+    of the first one.
+
+    Args:
+        model: The model, wrapped or not. It is not changed if no accelerator has prepared it, and its forward pass is
+            not if something else has replaced it since.
+    """
+    for module in model.modules():
+        attributes = vars(module)
+        attributes.pop("_is_accelerate_prepared", None)
+        original = attributes.get("_original_forward")
+        forward = attributes.get("forward")
+        if original is None or forward is None:
+            continue
+        function = getattr(original, "__func__", original)
+        if any(layer is function or layer == original for layer in _layers(forward)):
+            del attributes["_original_forward"], attributes["forward"]
+            if function is not getattr(type(module), "forward", None):
+                attributes["forward"] = original
+
+
+def _layers(method: Any) -> Iterator[Any]:
+    """Yields the functions that a wrapped method calls, outermost first."""
+    layer = getattr(method, "__func__", method)
+    while (layer := getattr(layer, "__wrapped__", None)) is not None:
+        yield layer
+
+
+def prepare_as_own(accelerator: Any) -> None:
+    """Makes an accelerator prepare models that another accelerator has prepared.
+
+    Args:
+        accelerator: The trainer's accelerator, which must not have prepared anything yet.
+    """
+    prepare_model = accelerator.prepare_model
+
+    @functools.wraps(prepare_model)
+    def prepare(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        known = any(model is one for one in accelerator._models)
+        if not known and extract_model_from_parallel(model) is model:
+            release_preparation(model)
+        return prepare_model(model, *args, **kwargs)
+
+    replace("model-preparation", accelerator, "prepare_model", prepare)
+
+
 def wrap_forward_in_autocast(model: nn.Module, accelerator: Any) -> None:
     """Runs a model's forward pass under FSDP2 as accelerate runs it in a single process.
 
@@ -274,13 +323,11 @@ def wrap_forward_in_autocast(model: nn.Module, accelerator: Any) -> None:
     FSDP2 it does neither, because it relies on weights that are gathered in half precision.
 
     Args:
-        model: The policy model, before the accelerator prepares it. A second call has no effect.
+        model: The policy model, before the accelerator prepares it.
         accelerator: The trainer's accelerator.
     """
     sharded = getattr(accelerator.state, "fsdp_plugin", None)
     if sharded is None or sharded.fsdp_version != 2 or not accelerator.native_amp:
-        return
-    if "_original_forward" in vars(model):
         return
     forward = model.forward
 

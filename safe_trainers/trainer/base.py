@@ -12,7 +12,7 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 
-from ..boundaries.cast_hooks import release_features
+from ..boundaries.cast_hooks import release_features, remove_casts
 from ..boundaries.placement import (
     EMBEDDINGS,
     BoundaryPlan,
@@ -123,6 +123,7 @@ class PrecisionBase(Trainer):
         """Builds the accelerator, and configures its distributed engine and its loss scaler."""
         super().create_accelerator_and_postprocess()
         self._run.engine = distributed.configure(self.accelerator)
+        distributed.prepare_as_own(self.accelerator)
         self._run.loss_scale = loss_scale.LossScaleWatch(self.accelerator)
         self._run.gradient_norm = GradientNorm(self.accelerator)
         if self.accelerator.scaler is not None:
@@ -230,6 +231,7 @@ def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
     """
     unpack(model)
     if is_reference:
+        remove_casts(model)
         prepare_reference(model, run.policy, tuple(run.settings.fp32_modules or ()))
     inventory = take_inventory(model)
     place(plan_boundaries(run.policy, inventory, run.casts_late, features=not run.joins_features), model)

@@ -59,6 +59,7 @@ from .from_config import (
     spell_dtype_for_trl,
 )
 from .precision import Precision
+from .shared_model import Placements, taken_over
 from .signature import bind_arguments, default_output_dir, move_quantization_config, signature_of
 from .trl_patches import compute_redirected_in_autocast, construction
 
@@ -138,15 +139,20 @@ class PrecisionMixin(ExactCheckpoints):
         check_reward_weights(arguments.get("args"))
         arguments = move_quantization_config(signature, arguments)
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
-        with construction(
-            type(self),
-            arguments.get("model"),
-            partial(self._float32_head, patterns=getattr(arguments.get("args"), "fp32_modules", None) or ()),
-            self._engine_kwargs,
-        ) as self._adapter_guard:
-            super().__init__(**arguments)
-        if not run.begun:
-            return  # something has replaced TRL's constructor, so that there is no model to prepare
+        with taken_over(run, arguments):
+            with construction(
+                type(self),
+                arguments.get("model"),
+                partial(self._float32_head, patterns=getattr(arguments.get("args"), "fp32_modules", None) or ()),
+                self._engine_kwargs,
+            ) as self._adapter_guard:
+                super().__init__(**arguments)
+            if run.begun:  # otherwise something has replaced TRL's constructor, and there is no model to prepare
+                self._prepare_models()
+
+    def _prepare_models(self) -> None:
+        """Prepares what needs the whole trainer: reference and teacher models, heads in float32, and the features."""
+        run = self._run
         policy, *others = run.feature(MediaInputs).models()
         for model in others:
             prepare_other_model(run, model, isinstance(policy, type(model)))
@@ -157,6 +163,7 @@ class PrecisionMixin(ExactCheckpoints):
         distributed.wrap_forward_in_autocast(self.model, self.accelerator)
         compute_redirected_in_autocast(self)
         run.tell("ready")
+        self._placements = Placements(run)
 
     @property
     def precision(self) -> Precision:
@@ -203,6 +210,7 @@ class PrecisionMixin(ExactCheckpoints):
                 f"precision of a run is decided. Use {trainers} itself"
             )
         self._run.wake()
+        self._placements.check()
         self._run.tell("on_train_begin")
         if not any(isinstance(callback, _Events) for callback in self.callback_handler.callbacks):
             # First in the list, so that the user's callbacks see the features' results of the step.
@@ -232,6 +240,7 @@ class PrecisionMixin(ExactCheckpoints):
         With `bf16_full_eval` or `fp16_full_eval`, transformers casts the model in place if it does not train; the
         weights are restored afterwards.
         """
+        self._placements.check()
         method = super().evaluation_loop  # type: ignore[misc]
         casts = not self.is_in_train and (self.args.bf16_full_eval or self.args.fp16_full_eval)
         with weights_restored(self.model) if casts else contextlib.nullcontext():

@@ -15,14 +15,14 @@ from torch import nn
 from ..boundaries.cast_hooks import cast_floating
 from ..core.dtypes import FLOAT32, HALVES, from_torch
 from ..core.errors import PrecisionError, hint, nearest, refuse
-from ..core.patches import replace
+from ..core.patches import replace, replaced_by
 from ..model.parts import elements_of, find_parts, is_quantized, unwrap
 from ..model.routers import find_routers
 from . import bitsandbytes as quantization
 from .cast import ParameterCast
 
 
-_MARK = "_safe_trainers_fp32"
+_PATCH = "float32-module"
 ROUTERS = "@routers"
 """The pattern that stands for the routers of a mixture of experts, whatever their names are."""
 
@@ -122,10 +122,9 @@ def guard(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     heads = {id(module) for module in _heads(unwrap(model))}
     for module in modules.values():
         name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks call `_old_forward`
-        method = getattr(module, name)
-        if not hasattr(method, _MARK) and not hasattr(getattr(method, "__func__", method), _MARK):
+        if _PATCH not in replaced_by(module, name):
             outer = None if id(module) in heads else _half_dtype(module, model)
-            replace("float32-module", module, name, _in_float32(method, outer, module))
+            replace(_PATCH, module, name, _in_float32(getattr(module, name), outer, module))
         for layer in module.modules():
             quantization.compute_in(layer, torch.float32)
 
@@ -149,21 +148,21 @@ def without_autocast(module: nn.Module) -> None:
         module: The head that TRL casts with `cast_lm_head_to_fp32`.
     """
     method = module.forward
+    call = _unbound(method)
 
-    @functools.wraps(method)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(next(module.parameters()).device.type, enabled=False):
-            return method(*args, **kwargs)
+    @functools.wraps(getattr(method, "__func__", method))
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            return call(self, *args, **kwargs)
 
-    replace("float32-head", module, "forward", forward)
+    replace("float32-head", module, "forward", MethodType(forward, module))
 
 
 def _in_float32(method: Callable[..., Any], outer: torch.dtype | None, module: nn.Module) -> Callable[..., Any]:
     """Returns the replacement of a method, bound to the module, so that a `deepcopy` of the model uses its own."""
-    function = getattr(method, "__func__", None)
-    call = function or (lambda self, *args, **kwargs: method(*args, **kwargs))
+    call = _unbound(method)
 
-    @functools.wraps(function or method)
+    @functools.wraps(getattr(method, "__func__", method))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         device = next((p.device.type for p in self.parameters()), "cpu")
         autocast = torch.is_autocast_enabled(device)
@@ -171,8 +170,12 @@ def _in_float32(method: Callable[..., Any], outer: torch.dtype | None, module: n
             output = call(self, *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
         return output if autocast or outer is None else cast_floating(output, outer)
 
-    setattr(forward, _MARK, True)
     return MethodType(forward, module)
+
+
+def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of a method, which takes the module first, so that a `deepcopy` can call its own."""
+    return getattr(method, "__func__", None) or (lambda self, *args, **kwargs: method(*args, **kwargs))
 
 
 def _half_dtype(module: nn.Module, model: nn.Module) -> torch.dtype | None:

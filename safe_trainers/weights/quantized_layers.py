@@ -7,13 +7,12 @@ runs in float32, as `fp32_modules` do. If it does not compute, or has no gradien
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..boundaries.cast_hooks import cast_floating
+from ..boundaries.cast_hooks import guard_inputs
 from ..core.dtypes import FLOAT32, HALVES, KBIT, SHORT, to_torch
 from ..core.errors import Problem, refuse
 from ..model.inventory import declared_method, quantization_method
@@ -142,7 +141,7 @@ def apply(model: nn.Module, measured: Iterable[MeasuredLayers], compute: str) ->
             fp32_modules.guard(model, layers)
         elif group.treatment == CAST_INPUTS:
             for layer in layers.values():
-                layer.register_forward_pre_hook(partial(_cast_inputs, to_torch(compute)), with_kwargs=True)
+                guard_inputs(layer, to_torch(compute))
 
 
 def _decide(
@@ -209,7 +208,3 @@ def _fix(model: nn.Module, layer: nn.Module, compute: str) -> str:
     if hasattr(config, "dequantize"):
         return f"`quantization_config={type(config).__name__}(dequantize=True)`, or {fix}"
     return f"{fix}, or another quantiser of weights only"
-
-
-def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return cast_floating(args, dtype), cast_floating(kwargs, dtype)

@@ -1,13 +1,15 @@
 """The one list of names of foreign objects that are replaced."""
 
 import ast
+import copy
+import functools
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 
 import pytest
 
 import safe_trainers
-from safe_trainers.core.patches import PATCHES, patched, replace, restore
+from safe_trainers.core.patches import PATCHES, patched, replace, replaced_by, restore
 
 
 PACKAGE = Path(safe_trainers.__file__).parent
@@ -72,3 +74,53 @@ def test_an_instance_gets_the_method_of_its_class_again():
     assert restore(one, "sync_weights")
     assert one.sync_weights() == "upstream's"
     assert not restore(one, "sync_weights")
+
+
+class Layer:
+    """Has the methods that patches of modules replace."""
+
+    def forward(self):
+        return [self]
+
+
+def wrapping(owner, name="forward"):
+    """A bound method that adds its owner to what the current method returns."""
+    function = getattr(getattr(owner, name), "__func__")  # noqa: B009
+
+    @functools.wraps(function)
+    def wrapper(self):
+        return [self, *function(self)]
+
+    return MethodType(wrapper, owner)
+
+
+def test_replacements_of_replacements_are_restored_together_also_in_a_deepcopy():
+    layer = Layer()
+    replace("operations", layer, "forward", wrapping(layer))
+    replace("float32-module", layer, "forward", wrapping(layer))
+    twin = copy.deepcopy(layer)
+    for one in (layer, twin):
+        assert one.forward() == [one, one, one]
+        assert replaced_by(one, "forward") == ["float32-module", "operations"]
+    assert restore(twin, "forward")
+    assert twin.forward() == [twin]
+    assert layer.forward() == [layer, layer, layer]
+    assert restore(layer, "forward")
+    assert "forward" not in vars(layer)
+    assert not restore(layer, "forward")
+
+
+def test_what_others_have_replaced_stays():
+    layer = Layer()
+    layer.forward = wrapping(layer)
+    replace("operations", layer, "forward", wrapping(layer))
+    ours = layer.forward
+    layer.forward = wrapping(layer)  # `functools.wraps` copies attributes of functions
+    assert replaced_by(layer, "forward") == []
+    assert not restore(layer, "forward")
+    assert len(layer.forward()) == 4
+    layer._original_forward = ours
+    assert replaced_by(layer, "forward", kept_as="_original_forward") == ["operations"]
+    layer.forward = ours
+    assert restore(layer, "forward")
+    assert layer.forward() == [layer, layer]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from safe_trainers import PrecisionError
+from safe_trainers.core.patches import replaced_by
 from safe_trainers.testing import fp16_on_cpu
 from safe_trainers.weights import fp32_modules
 from safe_trainers.weights.cast import apply_casts
@@ -160,7 +161,7 @@ def test_eight_bit_weights_cannot():
 def test_the_reference_model_computes_where_the_policy_does():
     trainer = build("text", "grpo", ["layers.0.mlp"], flag="bf16", beta=0.1)
     for model in (trainer.model, trainer.ref_model):
-        assert hasattr(model.model.layers[0].mlp.forward.__func__, fp32_modules._MARK)
+        assert replaced_by(model.model.layers[0].mlp, "forward") == ["float32-module"]
 
 
 def test_nothing_refused_is_half_done():
