@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.patches import replace, replaced_by, restore
+from ..core.patches import has_replacements, replace, replaced_by, restore
 from ..model.inventory import first_dtype
 from ..model.parts import (
     FEATURE_METHODS,
@@ -121,9 +121,10 @@ def remove_casts(model: nn.Module) -> None:
         model: The model, wrapped or not, or a `deepcopy` of one that had casts.
     """
     for module in model.modules():
-        for name in _METHODS:
-            restore(module, name)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        if has_replacements(module):
+            for name in _METHODS:
+                restore(module, name)
+        for hooks in filter(None, (module._forward_pre_hooks, module._forward_hooks)):
             for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) in _HOOKS]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
@@ -137,10 +138,11 @@ def count_casts(model: nn.Module) -> Counter[Any]:
     """
     found: Counter[Any] = Counter()
     for module in model.modules():
-        for name in _METHODS:
-            found.update(replaced_by(module, name))
-        for name in ("_old_forward", "_original_forward"):  # where accelerate keeps methods that it wraps
-            found.update(replaced_by(module, "forward", kept_as=name))
+        if has_replacements(module):
+            for name in _METHODS:
+                found.update(replaced_by(module, name))
+            for name in ("_old_forward", "_original_forward"):  # where accelerate keeps methods that it wraps
+                found.update(replaced_by(module, "forward", kept_as=name))
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for hook in hooks.values():
                 if (function := getattr(hook, "func", hook)) in _HOOKS:

@@ -174,6 +174,11 @@ def replace(patch: str, owner: Any, name: str, value: Any) -> None:
     attributes[name] = value
 
 
+def has_replacements(owner: Any) -> bool:
+    """Whether `replace` has replaced anything of an instance that was not restored."""
+    return _RECORDS in vars(owner)
+
+
 def replaced_by(owner: Any, name: str, kept_as: str | None = None) -> list[str]:
     """Returns the ids of the patches that replace an attribute of an instance, the last one first.
 

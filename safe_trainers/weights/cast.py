@@ -55,13 +55,9 @@ def revert_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
     parameters = dict(model.named_parameters())
     for cast in casts:
         parameter = parameters.get(cast.name)
-        if (
-            parameter is None
-            or from_torch(parameter.dtype) != cast.target
-            or _width(cast.target) <= _width(cast.source)
-        ):
-            continue
-        parameter.data = parameter.data.to(to_torch(cast.source))
+        wider = _width(cast.target) > _width(cast.source)
+        if wider and parameter is not None and from_torch(parameter.dtype) == cast.target:
+            parameter.data = parameter.data.to(to_torch(cast.source))
 
 
 @contextlib.contextmanager
