@@ -6,7 +6,7 @@ instance (a module of the user's model, the trainer's own vLLM generation) as lo
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -213,6 +213,30 @@ def restore(owner: Any, name: str) -> bool:
     else:
         attributes[name] = chain[-1].before
     return True
+
+
+@contextlib.contextmanager
+def undone(owners: Iterable[Any], *names: str) -> Iterator[None]:
+    """Undoes what `replace` replaces while the block runs; earlier replacements stay.
+
+    Args:
+        owners: The instances.
+        *names: The attributes.
+    """
+    kept = []
+    for owner in owners:
+        attributes = vars(owner)
+        held = {name: attributes[name] for name in names if name in attributes}
+        if _RECORDS in attributes:
+            held[_RECORDS] = dict(attributes[_RECORDS])
+        kept.append((attributes, held))
+    try:
+        yield
+    finally:
+        for attributes, held in kept:
+            for name in (*names, _RECORDS):
+                attributes.pop(name, None)
+            attributes.update(held)
 
 
 _RECORDS = "_safe_trainers_replaced"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import PrecisionError, Problem, refuse, warn
+from ..core.patches import undone
 from ..model.inventory import bits
 from ..model.parts import find_parts, is_quantized, unwrap
 from ..model.trial_forward import undisturbed
@@ -203,28 +204,22 @@ def computing_in_float32(model: nn.Module, names: Sequence[str]) -> Iterator[Non
         PrecisionError: If a module cannot compute in float32.
     """
     modules = fp32_modules.find_modules(model, names)
-    methods = [(vars(module), key) for module in modules.values() for key in ("forward", "_old_forward")]
-    own = [(attributes, key, attributes.get(key)) for attributes, key in methods]
     packed: list[Any] = [layer for module in modules.values() for layer in module.modules() if bits(layer) == 4]
     before = [(layer, layer.compute_dtype) for layer in packed]
     held = [(parameter, parameter.data) for module in modules.values() for parameter in module.parameters()]
     try:
         DIAGNOSED.add(unwrap(model))
         decisions = fp32_modules.decide(model, modules)
-        fp32_modules.guard(model, modules)
-        apply_casts(model, decisions)
-        yield
+        with undone(modules.values(), "forward", "_old_forward"):
+            fp32_modules.guard(model, modules)
+            apply_casts(model, decisions)
+            yield
     finally:
         DIAGNOSED.discard(unwrap(model))
         for parameter, data in held:
             parameter.data = data
         for layer, dtype in before:
             compute_in(layer, dtype)
-        for attributes, key, method in own:
-            if method is None:
-                attributes.pop(key, None)
-            else:
-                attributes[key] = method
 
 
 def called_again(calls: Sequence[Call]) -> Rerun:
