@@ -214,17 +214,29 @@ def test_the_training_loss_of_a_resumed_call_is_of_its_own_steps(tmp_path):
     assert resumed.log[-1]["train_loss"] == pytest.approx(sum(own) / steps, rel=1e-4)
 
 
+SAMPLING = "train_sampling_strategy" if hasattr(trl.SFTConfig, "train_sampling_strategy") else "group_by_length"
+GROUPED = {SAMPLING: "group_by_length" if SAMPLING != "group_by_length" else True}
+
+
 def test_an_order_drawn_without_a_seed_is_resumed(tmp_path):
-    sampling = "train_sampling_strategy" if hasattr(trl.SFTConfig, "train_sampling_strategy") else "group_by_length"
-    grouped = {
-        sampling: "group_by_length" if sampling != "group_by_length" else True,
-        "per_device_train_batch_size": 2,
-    }
+    grouped = {**GROUPED, "per_device_train_batch_size": 2}
     whole = train("sft", tmp_path, **grouped)
     resumed = train("sft", tmp_path / "resumed", resume=tmp_path / "checkpoint-5", **grouped)
     assert not resumed.differences(whole)
     stock = train("sft", tmp_path / "stock", safe=False, resume=tmp_path / "checkpoint-5", **grouped)
     assert "weights" in stock.differences(whole)
+
+
+@pytest.mark.parametrize("order", [GROUPED, {"accelerator_config": {"use_seedable_sampler": False}}], ids=str)
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_order_drawn_without_a_seed_is_resumed_twice(order, safe, tmp_path):
+    """The first resume is at the end of an epoch, where transformers sets the random state before the order is drawn."""
+    changes = {**order, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1, "safe": safe}
+    whole = train("sft", tmp_path, **changes)
+    assert whole.trainer.state.log_history[-1]["epoch"] == 1.5
+    train("sft", tmp_path / "first", resume=tmp_path / "checkpoint-4", **changes)
+    second = train("sft", tmp_path / "second", resume=tmp_path / "first" / "checkpoint-5", **changes)
+    assert (not second.differences(whole)) == safe
 
 
 @needs_streams
