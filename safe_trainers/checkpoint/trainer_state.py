@@ -242,7 +242,8 @@ class TrainerState:
 
     def _starts_epoch(self) -> bool:
         """Whether a resumed run starts with the first batch of an epoch; transformers restores the random state before
-        that batch, and otherwise after it has skipped batches and read the next ones."""
+        that batch, and otherwise after it has skipped batches and read the next ones.
+        """
         return self._run.args.ignore_data_skip or float(self._trainer.state.epoch or 0.0).is_integer()
 
     def restore(self, checkpoint: str | None) -> None:

@@ -230,7 +230,7 @@ def test_an_order_drawn_without_a_seed_is_resumed(tmp_path):
 @pytest.mark.parametrize("order", [GROUPED, {"accelerator_config": {"use_seedable_sampler": False}}], ids=str)
 @pytest.mark.parametrize("safe", [True, False])
 def test_an_order_drawn_without_a_seed_is_resumed_twice(order, safe, tmp_path):
-    """The first resume is at the end of an epoch, where transformers sets the random state before the order is drawn."""
+    """The first resume is at the end of an epoch: transformers sets the random state before the order is drawn."""
     changes = {**order, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1, "safe": safe}
     whole = train("sft", tmp_path, **changes)
     assert whole.trainer.state.log_history[-1]["epoch"] == 1.5
