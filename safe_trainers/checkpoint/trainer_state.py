@@ -208,10 +208,17 @@ class TrainerState:
     def begin_loop(self, batch_size: int | None) -> None:
         """Called when the training loop begins, or begins again because transformers reduced the batch size.
 
+        The features then discard what they know of the attempt that was given up.
+
         Args:
             batch_size: The batch size of the loop.
         """
         self._resumed, self._carried_loss = self._read, None
+        if self._batch_size is not None:
+            self._run.tell("on_train_exit")
+            self._run.wake()
+            self._run.gradient_norm.restore(unread=False)
+            self._run.tell("on_train_begin")
         if self._read is not None and self._batch_size not in (None, batch_size):
             self._resumed = {**self._read, "values": {**self._read["values"], **_NEW_WINDOW}}
         self._batch_size = batch_size

@@ -334,6 +334,40 @@ def test_a_smaller_batch_after_running_out_of_memory_begins_at_the_checkpoint_to
     assert not twice.differences(once)
 
 
+@pytest.mark.parametrize("resumed", [True, False])
+def test_steps_of_an_attempt_that_was_given_up_are_not_counted(resumed, tmp_path):
+    class Sft(cells.SAFE["sft"]):
+        """Runs out of memory in its fourth pass, and has a loss that is not finite in the sixth."""
+
+        passes = 0
+
+        def training_step(self, *args, **kwargs):
+            self.passes += 1
+            if self.passes == 4:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("nan") if self.passes == 6 else loss
+
+    def build(of: type, **changes: Any) -> Any:
+        settings = {"output_dir": str(tmp_path), "logging_steps": 1, **changes}
+        torch.manual_seed(0)
+        return of(**cells.arguments(Cell("text", "sft", "fp32", None), trl.SFTConfig, 6, **settings))
+
+    checkpoint = None
+    if resumed:
+        build(cells.SAFE["sft"], save_strategy="steps", save_steps=1).train()
+        checkpoint = str(tmp_path / "checkpoint-1")
+    trainer = build(Sft, save_strategy="no", auto_find_batch_size=True, per_device_train_batch_size=4)
+    with pytest.warns(PrecisionWarning, match="step-skipped"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    counts = [entry for entry in trainer.state.log_history if "precision/skipped_steps" in entry][-1]
+    assert counts["step"] == 6
+    assert (counts["precision/skipped_steps"], counts["precision/effective_steps"]) == (1, 5)
+
+
 def test_a_loss_that_is_no_number_does_not_take_those_before_the_checkpoint_with_it(tmp_path):
     class Sft(cells.SAFE["sft"]):
         def compute_loss(self, *args, **kwargs):
