@@ -260,6 +260,9 @@ class TrainerState:
             checkpoint: The checkpoint.
         """
         state, self._resumed = self._resumed, None
+        if self._read is not None:  # an attempt with a smaller batch needs the rest, and generates rollouts again
+            again = getattr(self._run.args, "auto_find_batch_size", False)
+            self._read = {**self._read, "values": {**self._read["values"], **_NEW_WINDOW}} if again else None
         if self._order is not None and self._starts_epoch():
             self._order["torch"] = torch.get_rng_state()  # the state that the epoch's sampler draws from
         if checkpoint is None or state is None:

@@ -3,6 +3,7 @@
 Each guard stands beside what stock TRL does in its place.
 """
 
+import gc
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import trl
 from cells import Cell
 from datasets import Dataset, IterableDataset
 from kill_child import INSTANTS, KILLED_AT
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from two_processes import environment, run_in_two_processes
 
@@ -292,6 +295,35 @@ def test_rollouts_of_an_earlier_run_of_the_same_trainer_are_not_used_in_their_pl
         fresh, used = (run(name, used=used) for used in (False, True))
         assert not used.differences(fresh)
         assert used.trainer._step == fresh.trainer._step
+
+
+class Buffered(TrainerCallback):
+    """Counts which tensors of the window in which a resumed run begins are still in memory after each step."""
+
+    def __init__(self):
+        self.trainer, self.tensors, self.alive = None, None, {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.tensors is None:
+            batches = self.trainer._buffered_inputs
+            self.tensors = [weakref.ref(t) for b in batches for t in b.values() if isinstance(t, torch.Tensor)]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        gc.collect()
+        self.alive[state.global_step] = sum(tensor() is not None for tensor in self.tensors)
+
+
+def test_rollouts_of_a_checkpoint_are_freed_after_their_window(tmp_path):
+    train("grpo", tmp_path, steps=1, **WINDOW)
+    made = cells.arguments(
+        Cell("text", "grpo", "fp32", None), cells.PLAIN["grpo"], 6, output_dir=str(tmp_path), **WINDOW
+    )
+    made["train_dataset"] = rows("grpo", "text")
+    buffered = Buffered()
+    buffered.trainer = cells.SAFE["grpo"](**made, callbacks=[buffered])
+    buffered.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert buffered.alive[2] == buffered.alive[4] > 0
+    assert buffered.alive[5] == buffered.alive[6] == 0  # the fifth step generates again
 
 
 class OutOfMemory:
