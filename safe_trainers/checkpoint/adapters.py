@@ -1,15 +1,137 @@
-"""Checks before loading whether saved adapters match the model."""
+"""Checks before loading whether saved adapters match the model, and stores trained weights that PEFT does not write.
 
-import json
+PEFT writes only the output of a prompt encoder (P-tuning, prefixes with a projection), only the ranks that AdaLoRA has
+kept so far, and no weight of the base that was unfrozen beside the adapters.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save
 from torch import nn
 
 from ..core.errors import Problem, refuse
+from ..core.files import read_json, replace_file
+from ..model.parts import adapter_parameters
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+TRAINED = "safe_trainers_weights.safetensors"
+"""Name of the file with the trained weights of a model with adapters that PEFT's files do not hold as they are."""
+SAME_ADAPTER = (
+    "use the `peft_config` and the model that the adapter was trained with, or another `output_dir` for a new run"
+)
+REMOVED_RANKS = (
+    "use the `peft_config` that the adapter was trained with; if AdaLoRA had removed ranks, and stock TRL or an older "
+    "release saved the checkpoint, resume from one before the first removal, or start again with "
+    "`resume_from_checkpoint=None`"
+)
+
+
+def not_written_by_peft(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the trained weights that a resumed run cannot get from PEFT's files.
+
+    Args:
+        model: The model of the run.
+
+    Returns:
+        The weights by name; all trained ones if PEFT writes a part of its adapters in another shape, because it then
+        cannot load its own file into them. Empty for a model without adapters.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    if not configs:
+        return {}
+    from peft import get_peft_model_state_dict
+
+    live = model.state_dict(keep_vars=True)
+    written: set[int] = set()
+    for name, config in configs.items():
+        if config.is_prompt_learning:
+            encoder = list(model.prompt_encoder[name].parameters())  # type: ignore[index, union-attr]
+            saved = encoder if len(encoder) == 1 else []  # PEFT writes one tensor, what the encoder computes
+        else:
+            saved = get_peft_model_state_dict(model, live, name, save_embedding_layers=False).values()
+        written.update(map(id, saved))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lacking = {name: parameter for name, parameter in trained.items() if id(parameter) not in written}
+    adapters = {id(parameter) for parameter in adapter_parameters(model)}
+    return trained if any(id(parameter) in adapters for parameter in lacking.values()) else lacking
+
+
+def save_trained(folder: Path, model: nn.Module, writes: bool) -> None:
+    """Writes the trained weights that PEFT's files do not hold.
+
+    Args:
+        folder: The checkpoint.
+        model: The model; every process has to call this, because weights may be distributed.
+        writes: Whether this process writes the file.
+    """
+    lacking = not_written_by_peft(model)
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in lacking.items()}
+    if whole and writes:
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in whole.items()}
+        replace_file(folder / TRAINED, lambda file: file.write(save(copies)))
+
+
+def load_trained(folder: Path, model: nn.Module) -> list[str]:
+    """Loads the weights that `save_trained` wrote, and AdaLoRA's ranks.
+
+    Args:
+        folder: The checkpoint.
+        model: The model; its weights are overwritten in place and keep their dtypes.
+
+    Returns:
+        The names of trained weights that no file of the checkpoint holds.
+    """
+    file = folder / TRAINED
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    saved = load_file(file) if file.is_file() else {}
+    with torch.no_grad():
+        for name, tensor in saved.items():
+            parameter = parameters[name]
+            if hasattr(parameter, "full_tensor"):
+                from torch.distributed.tensor import distribute_tensor
+
+                tensor = distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+            parameter.copy_(tensor)
+    for name, config in _configs_with_ranks(model).items():
+        config.rank_pattern = _saved_config(folder if name == "default" else folder / name).get("rank_pattern")
+    return [name for name in not_written_by_peft(model) if name not in saved]
+
+
+def forget_ranks(model: nn.Module) -> None:
+    """Lets PEFT load AdaLoRA's adapters into tensors of full size; it would first remove ranks from the model."""
+    for config in _configs_with_ranks(model).values():
+        config.rank_pattern = None
+
+
+def _configs_with_ranks(model: nn.Module) -> dict[str, Any]:
+    """Returns the AdaLoRA configs of a model by the name of the adapter."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    return {name: config for name, config in configs.items() if config.peft_type == "ADALORA"}
+
+
+def holds_all_trained(folder: Path, model: nn.Module) -> bool:
+    """Whether `save_trained` wrote every trained weight, so that PEFT need not load its files."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return bool(trained) and trained <= _shapes(folder / TRAINED).keys()
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """Returns the shapes in a safetensors file by name; empty if there is none."""
+    if not file.is_file():
+        return {}
+    with safe_open(file, "pt") as opened:
+        return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+
+
+def _saved_config(folder: Path) -> dict[str, Any]:
+    """Returns the adapter config in a folder; empty if there is none."""
+    file = folder / CONFIG
+    return read_json(file) if file.is_file() else {}
 
 
 def misfit(folder: Path, model: nn.Module) -> Problem | None:
@@ -31,29 +153,38 @@ def misfit(folder: Path, model: nn.Module) -> Problem | None:
     if not any(folder.rglob(CONFIG)) and any(folder.glob("model*.safetensors")):
         fix = "drop `use_peft` (or `peft_config`), or pass the checkpoint as the model of a new run"
         return refuse("checkpoint-of-other-weights", what, saved="all weights", trained="adapters", fix=fix)
+    parameters = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, shape in _shapes(folder / TRAINED).items():
+        if shape != parameters.get(name):
+            return _other_shape(what, name, shape, parameters.get(name), SAME_ADAPTER)
+    if holds_all_trained(folder, model):
+        return None
     from peft import get_peft_model_state_dict
 
     for name in configs:
-        file = folder / WEIGHTS if name == "default" else folder / name / WEIGHTS
+        place = folder if name == "default" else folder / name
+        file = place / WEIGHTS
         if not file.is_file():
             continue
         live = {key: list(t.shape) for key, t in get_peft_model_state_dict(model, adapter_name=name).items()}
-        with safe_open(file, "pt") as opened:
-            saved = {key: list(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+        saved = _shapes(file)
         # Other tensors may be absent, because PEFT saves embeddings with an adapter only in some cases.
         absent = [key for key in live.keys() ^ saved.keys() if ".lora_" in key]
         differing = [key for key in live.keys() & saved.keys() if live[key] != saved[key]]
         if absent or differing or not live.keys() & saved.keys():
             key = sorted(differing or absent or saved or live)[0]
-            detail = f"{key} is {saved.get(key, 'absent')} in the file and {live.get(key, 'absent')} in this run"
-            return refuse("adapter-does-not-fit", what, detail=detail)
+            fix = REMOVED_RANKS if _saved_config(place).get("peft_type") == "ADALORA" else SAME_ADAPTER
+            return _other_shape(what, key, saved.get(key), live.get(key), fix)
     return None
+
+
+def _other_shape(what: str, name: str, saved: list[int] | None, live: list[int] | None, fix: str) -> Problem:
+    """Makes the refusal of a checkpoint in which a tensor is absent, has another shape, or is not of this run."""
+    detail = f"{name} is {saved or 'absent'} in the file and {live or 'absent'} in this run"
+    return refuse("adapter-does-not-fit", what, detail=detail, fix=fix)
 
 
 def saved_base(folder: Path) -> str | None:
     """Returns the base model in the adapter config of a checkpoint; `None` if there is none."""
-    config = folder / CONFIG
-    if not config.is_file():
-        return None
-    named: str | None = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    named: str | None = _saved_config(folder).get("base_model_name_or_path")
     return named

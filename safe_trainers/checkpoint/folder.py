@@ -34,7 +34,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _REPLACED = "_replaced-"
 """Prefix of a complete checkpoint that is kept until a new one for the same step is complete."""
 _WEIGHTS = re.compile(r"(adapter_|pytorch_)?model.*(?<!\.json)|global_step\d+")
-_STATE = re.compile(r"optimizer.*|scheduler\.pt|scaler\.pt|" + re.escape(TRAINER_STATE))
+_STATE = re.compile(r"optimizer.*|scheduler\.pt|scaler\.pt|safe_trainers_weights.*|" + re.escape(TRAINER_STATE))
 _EDITABLE = {".md", ".txt", ".jinja", ".json", ".yaml", ".yml"}
 """Files that callbacks and users may edit, so that their sizes are not checked."""
 

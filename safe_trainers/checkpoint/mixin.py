@@ -22,7 +22,15 @@ from ..core.files import set_config_dtype
 from ..model.parts import adapter_parameters, local_shard
 from ..weights.cast import apply_casts
 from ..weights.trainables import another_base
-from .adapters import misfit, saved_base
+from .adapters import (
+    forget_ranks,
+    holds_all_trained,
+    load_trained,
+    misfit,
+    not_written_by_peft,
+    save_trained,
+    saved_base,
+)
 from .folder import (
     NOT_FINITE,
     begin_checkpoint,
@@ -105,6 +113,8 @@ class ExactCheckpoints:
             logger.info("%s has no state of the optimizer: save_only_model=True", folder.name)
         else:
             self._trainer_state.save(folder)
+        if self._saves_trained():
+            save_trained(folder, self.model, self.args.should_save)
         self.accelerator.wait_for_everyone()
         fault = None if self._has_finite_weights() else NOT_FINITE
         if fault is not None:
@@ -116,6 +126,15 @@ class ExactCheckpoints:
         self._written = run_dir, folder
         if not self._saves_later:
             self._finish_save(run_dir, folder)
+
+    def _saves_trained(self) -> bool:
+        """Whether weights that PEFT does not write are saved here: DeepSpeed saves them itself, FSDP1 joins them."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        joined = plugin is not None and plugin.fsdp_version == 1
+        return not joined and not self._has_deepspeed()
+
+    def _has_deepspeed(self) -> bool:
+        return bool(getattr(self, "is_deepspeed_enabled", False))
 
     def _has_finite_weights(self) -> bool:
         """Whether the trained weights are finite on every process."""
@@ -226,6 +245,10 @@ class ExactCheckpoints:
             CheckpointError: As in `choose_checkpoint`, or if its adapters do not match the model.
         """
         self._trainer_state.begin_train()
+        lacking = {} if self._saves_trained() or self._has_deepspeed() else not_written_by_peft(self.model)
+        if lacking:
+            what = f"{len(lacking)} trained tensors, such as {next(iter(lacking))}, under FSDP1"
+            self._run.warn_once(warn("trained-weights-not-saved", what))
         chosen = self._agree(partial(choose_checkpoint, resume_from_checkpoint, Path(self.args.output_dir)))
         if chosen is not None and not isinstance(chosen, bool):
             self._check_everywhere(Path(chosen))
@@ -301,35 +324,45 @@ class ExactCheckpoints:
         super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        if not self._load_renamed(Path(resume_from_checkpoint)):
+        if not self._loads_itself(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         self._adapters_loaded(str(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        if not self._load_renamed(Path(self.state.best_model_checkpoint)):
+        if not self._loads_itself(Path(self.state.best_model_checkpoint)):
             super()._load_best_model()  # type: ignore[misc]
         self._adapters_loaded(str(self.state.best_model_checkpoint))
 
-    def _load_renamed(self, checkpoint: Path) -> bool:
-        """Loads a full model whose weights have other names in the file; `False` if the names are the same."""
-        sharded = getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False)
-        if (
-            sharded
-            or not isinstance(self.model, PreTrainedModel)
-            or not saved_under_other_names(self.model, checkpoint)
-        ):
+    def _loads_itself(self, checkpoint: Path) -> bool:
+        """Loads a full model whose weights have other names in the file.
+
+        Returns:
+            `False` if transformers has to load the weights. It need not if `_adapters_loaded` loads all trained ones.
+        """
+        if self._has_deepspeed() or getattr(self, "is_fsdp_enabled", False):
+            return False
+        if holds_all_trained(checkpoint, self.model):
+            return True
+        forget_ranks(self.model)  # `load_trained` restores them
+        if not isinstance(self.model, PreTrainedModel) or not saved_under_other_names(self.model, checkpoint):
             return False
         logger.info("loading the weights of %s with `from_pretrained`, because their names differ", checkpoint)
         load_as_saved(self.model, checkpoint)
         return True
 
     def _adapters_loaded(self, checkpoint: str) -> None:
-        """Restores the dtypes of adapters after they were loaded, on resume and for the best model.
+        """Restores the dtypes of adapters after they were loaded, and what PEFT did not write, on resume and for the
+        best model.
 
         Args:
             checkpoint: The folder.
         """
         apply_casts(self.model, self._run.weights.decisions)  # PEFT upcasts adapters that it loads
+        if self._saves_trained():
+            lacking = load_trained(Path(checkpoint), self.model)
+            if lacking:
+                what = f"{checkpoint!r} lacks {len(lacking)} trained tensors, such as {lacking[0]}"
+                self._run.warn_once(warn("trained-weights-not-in-checkpoint", what))
         live = sorted({from_torch(parameter.dtype) for parameter in adapter_parameters(self.model)})
         for file in sorted(Path(checkpoint).glob("**/adapter_model.safetensors")) if live else ():
             saved = sorted(set(safetensors_dtypes(file).values()))

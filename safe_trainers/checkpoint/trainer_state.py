@@ -208,10 +208,17 @@ class TrainerState:
     def begin_loop(self, batch_size: int | None) -> None:
         """Called when the training loop begins, or begins again because transformers reduced the batch size.
 
+        The features then discard what they know of the attempt that was given up.
+
         Args:
             batch_size: The batch size of the loop.
         """
         self._resumed, self._carried_loss = self._read, None
+        if self._batch_size is not None:
+            self._run.tell("on_train_exit")
+            self._run.wake()
+            self._run.gradient_norm.restore(unread=False)
+            self._run.tell("on_train_begin")
         if self._read is not None and self._batch_size not in (None, batch_size):
             self._resumed = {**self._read, "values": {**self._read["values"], **_NEW_WINDOW}}
         self._batch_size = batch_size
@@ -232,13 +239,19 @@ class TrainerState:
         self._sampler = _sampler_of(loader)
         order = self._resumed["order"] if self._resumed is not None else {}
         if order:
-            boundary = float(self._trainer.state.epoch or 0.0).is_integer()
+            boundary = self._starts_epoch()
             generator = order.get("now" if boundary else "sampler")
             if generator is not None and _generator_state(self._sampler) is not None:
                 self._sampler.generator.set_state(generator.cpu())
             if not boundary and "torch" in order:
                 torch.set_rng_state(order["torch"].cpu())
         self._order = {"torch": torch.get_rng_state(), "sampler": _generator_state(self._sampler)}
+
+    def _starts_epoch(self) -> bool:
+        """Whether a resumed run starts with the first batch of an epoch; transformers restores the random state before
+        that batch, and otherwise after it has skipped batches and read the next ones.
+        """
+        return self._run.args.ignore_data_skip or float(self._trainer.state.epoch or 0.0).is_integer()
 
     def restore(self, checkpoint: str | None) -> None:
         """Restores the trainer's attributes and the features, after transformers has restored its state.
@@ -247,6 +260,11 @@ class TrainerState:
             checkpoint: The checkpoint.
         """
         state, self._resumed = self._resumed, None
+        if self._read is not None:  # an attempt with a smaller batch needs the rest, and generates rollouts again
+            again = getattr(self._run.args, "auto_find_batch_size", False)
+            self._read = {**self._read, "values": {**self._read["values"], **_NEW_WINDOW}} if again else None
+        if self._order is not None and self._starts_epoch():
+            self._order["torch"] = torch.get_rng_state()  # the state that the epoch's sampler draws from
         if checkpoint is None or state is None:
             return
         trainer = self._trainer

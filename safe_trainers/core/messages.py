@@ -163,6 +163,18 @@ WARNINGS = index(
         "resume from an older checkpoint",
     ),
     Finding(
+        "trained-weights-not-saved",
+        "PEFT does not write them to its files, and FSDP1 joins them with others, so that no checkpoint has them. A "
+        "run that resumes goes on with their initial values.",
+        "`fsdp_version: 2` in the accelerate config, or no FSDP",
+    ),
+    Finding(
+        "trained-weights-not-in-checkpoint",
+        "PEFT does not write them to its files, and the checkpoint is not of a release of safe-trainers that saves "
+        "them. The run goes on with their initial values, and differs from an uninterrupted one.",
+        "resume from a checkpoint of this release, or `resume_from_checkpoint=None`, to start again",
+    ),
+    Finding(
         "no-optimizer-state",
         "the checkpoint was saved with `save_only_model=True`. The optimizer's state is lost, and the learning rate, "
         "the random state and the order of data start again.",

@@ -301,7 +301,7 @@ REFUSALS = index(
     Finding(
         "adapter-does-not-fit",
         "the saved adapter does not match this run: {detail}.",
-        "use the `peft_config` and the model that the adapter was trained with, or another `output_dir` for a new run",
+        "{fix}",
     ),
     Finding(
         "save-dtype-overflows",

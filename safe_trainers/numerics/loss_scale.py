@@ -24,10 +24,34 @@ def configure(scaler: torch.amp.GradScaler, args: Any) -> None:
         scaler: The scaler; all classes that accelerate uses have the same state.
         args: A TRL config, stock or Safe.
     """
-    state = scaler.state_dict()
-    settings = {key: getattr(args, name) for name, key in LOSS_SCALE.items() if getattr(args, name, None) is not None}
+    state, settings = scaler.state_dict(), _settings_of(args)
     if state and settings:
-        scaler.load_state_dict({**state, **settings})
+        scaler.load_state_dict({**state, **{LOSS_SCALE[name]: value for name, value in settings.items()}})
+
+
+def keep_settings(scaler: Any, args: Any, checkpoint: str | None) -> None:
+    """Applies the settings of a config to a scaler that got those of another run from a checkpoint.
+
+    The loss scale itself and the steps since the last overflow remain those of the checkpoint.
+
+    Args:
+        scaler: The scaler, after a checkpoint was loaded.
+        args: The config of the resumed run.
+        checkpoint: The checkpoint's folder, for the log.
+    """
+    state = scaler.state_dict()
+    settings = {name: value for name, value in _settings_of(args).items() if LOSS_SCALE[name] != "scale"}
+    changed = {name: value for name, value in settings.items() if state and state[LOSS_SCALE[name]] != value}
+    for name, value in changed.items():
+        message = "%s was saved with %s=%g: the resumed run uses %g, the value in its config"
+        logger.warning(message, checkpoint, name, state[LOSS_SCALE[name]], value)
+    if changed:
+        scaler.load_state_dict({**state, **{LOSS_SCALE[name]: value for name, value in changed.items()}})
+
+
+def _settings_of(args: Any) -> dict[str, Any]:
+    """Returns the loss-scale settings that a config contains, by name."""
+    return {name: getattr(args, name) for name in LOSS_SCALE if getattr(args, name, None) is not None}
 
 
 def reset_unusable_scale(scaler: Any, initial: float, checkpoint: str | None) -> None:

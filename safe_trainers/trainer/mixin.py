@@ -30,7 +30,7 @@ from ..experts.routes import ExpertRoutes
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
 from ..numerics.finite_watch import FiniteWatch
-from ..numerics.loss_scale import reset_unusable_scale
+from ..numerics.loss_scale import keep_settings, reset_unusable_scale
 from ..numerics.not_finite import NotFinite
 from ..numerics.overflow_probe import OverflowProbe
 from ..numerics.step_monitor import StepMonitor
@@ -304,12 +304,13 @@ class PrecisionMixin(ExactCheckpoints):
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Restores the loss scaler, except for a scale that is out of range."""
+        """Restores the loss scaler, except for a scale that is out of range, and settings that the config contains."""
         scaler = self.accelerator.scaler
         initial = None if scaler is None else scaler.get_scale()
         super()._load_scaler(checkpoint)
         if initial is not None:
             reset_unusable_scale(scaler, initial, checkpoint)
+            keep_settings(scaler, self.args, checkpoint)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes TRL's model card; the features may then add to the file."""

@@ -600,6 +600,22 @@ def test_the_scaler_is_resumed_bit_for_bit(step, tmp_path):
     assert cells.fingerprint(resumed.model) == cells.fingerprint(whole.model)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_settings_of_the_loss_scale_are_those_of_the_resumed_config(safe, tmp_path, caplog):
+    """torch's scaler loads them with its state. A stock config does not contain them: the checkpoint's remain."""
+    settings = {"loss_scale_growth_interval": 3, "loss_scale_growth_factor": 4.0, "loss_scale_backoff_factor": 0.25}
+    fp16(tmp_path, 2, config=cells.SAFE_CONFIG["sft"], loss_scale_growth_interval=100, loss_scale_init=64.0)
+    changes = {"config": cells.SAFE_CONFIG["sft"], **settings, "loss_scale_init": 2.0} if safe else {}
+    resumed = fp16(tmp_path, 4, str(tmp_path / "checkpoint-2"), **changes)
+    expected = {"growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25} if safe else {
+        "growth_interval": 100, "growth_factor": 2.0, "backoff_factor": 0.5
+    }  # fmt: skip
+    # The scale of the checkpoint grows after 2 steps before it and 1 after it.
+    expected |= {"scale": 256.0, "_growth_tracker": 1} if safe else {"scale": 64.0, "_growth_tracker": 4}
+    assert resumed.accelerator.scaler.state_dict() == expected
+    assert ("was saved with loss_scale_growth_interval=100: the resumed run uses 3" in caplog.text) == safe
+
+
 def test_a_scaler_file_without_a_scaler_is_passed_over(out, caplog):
     scaler = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
     torch.save(scaler, out / "checkpoint-2" / "scaler.pt")

@@ -219,6 +219,28 @@ def test_a_resumed_run_counts_the_skipped_step_before_the_save(deferred, tmp_pat
     assert counts == [(1, STEPS - 1)] * 2
 
 
+def test_a_skip_before_running_out_of_memory_is_not_counted_with_a_smaller_batch(deferred):
+    """The flag of the last step of the attempt that was given up must not count as one of the next attempt."""
+
+    class Sft(cells.SAFE["sft"]):
+        passes = 0
+
+        def training_step(self, *args, **kwargs):
+            self.passes += 1
+            if self.passes == 2:
+                raise RuntimeError("CUDA out of memory.")  # a stand-in, as there is no CUDA here
+            return super().training_step(*args, **kwargs)
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * math.nan if self.passes == 1 else loss
+
+    trainer = deferred(trainer_class=Sft, auto_find_batch_size=True, per_device_train_batch_size=4)
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert not [entry for entry in trainer.state.log_history if "precision/skipped_steps" in entry]
+
+
 # ---- Checkpoints ----
 
 

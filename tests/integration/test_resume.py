@@ -3,6 +3,7 @@
 Each guard stands beside what stock TRL does in its place.
 """
 
+import gc
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import trl
 from cells import Cell
 from datasets import Dataset, IterableDataset
 from kill_child import INSTANTS, KILLED_AT
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from two_processes import environment, run_in_two_processes
 
@@ -214,17 +217,29 @@ def test_the_training_loss_of_a_resumed_call_is_of_its_own_steps(tmp_path):
     assert resumed.log[-1]["train_loss"] == pytest.approx(sum(own) / steps, rel=1e-4)
 
 
+SAMPLING = "train_sampling_strategy" if hasattr(trl.SFTConfig, "train_sampling_strategy") else "group_by_length"
+GROUPED = {SAMPLING: "group_by_length" if SAMPLING != "group_by_length" else True}
+
+
 def test_an_order_drawn_without_a_seed_is_resumed(tmp_path):
-    sampling = "train_sampling_strategy" if hasattr(trl.SFTConfig, "train_sampling_strategy") else "group_by_length"
-    grouped = {
-        sampling: "group_by_length" if sampling != "group_by_length" else True,
-        "per_device_train_batch_size": 2,
-    }
+    grouped = {**GROUPED, "per_device_train_batch_size": 2}
     whole = train("sft", tmp_path, **grouped)
     resumed = train("sft", tmp_path / "resumed", resume=tmp_path / "checkpoint-5", **grouped)
     assert not resumed.differences(whole)
     stock = train("sft", tmp_path / "stock", safe=False, resume=tmp_path / "checkpoint-5", **grouped)
     assert "weights" in stock.differences(whole)
+
+
+@pytest.mark.parametrize("order", [GROUPED, {"accelerator_config": {"use_seedable_sampler": False}}], ids=str)
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_order_drawn_without_a_seed_is_resumed_twice(order, safe, tmp_path):
+    """The first resume is at the end of an epoch: transformers sets the random state before the order is drawn."""
+    changes = {**order, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1, "safe": safe}
+    whole = train("sft", tmp_path, **changes)
+    assert whole.trainer.state.log_history[-1]["epoch"] == 1.5
+    train("sft", tmp_path / "first", resume=tmp_path / "checkpoint-4", **changes)
+    second = train("sft", tmp_path / "second", resume=tmp_path / "first" / "checkpoint-5", **changes)
+    assert (not second.differences(whole)) == safe
 
 
 @needs_streams
@@ -282,6 +297,35 @@ def test_rollouts_of_an_earlier_run_of_the_same_trainer_are_not_used_in_their_pl
         assert used.trainer._step == fresh.trainer._step
 
 
+class Buffered(TrainerCallback):
+    """Counts which tensors of the window in which a resumed run begins are still in memory after each step."""
+
+    def __init__(self):
+        self.trainer, self.tensors, self.alive = None, None, {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.tensors is None:
+            batches = self.trainer._buffered_inputs
+            self.tensors = [weakref.ref(t) for b in batches for t in b.values() if isinstance(t, torch.Tensor)]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        gc.collect()
+        self.alive[state.global_step] = sum(tensor() is not None for tensor in self.tensors)
+
+
+def test_rollouts_of_a_checkpoint_are_freed_after_their_window(tmp_path):
+    train("grpo", tmp_path, steps=1, **WINDOW)
+    made = cells.arguments(
+        Cell("text", "grpo", "fp32", None), cells.PLAIN["grpo"], 6, output_dir=str(tmp_path), **WINDOW
+    )
+    made["train_dataset"] = rows("grpo", "text")
+    buffered = Buffered()
+    buffered.trainer = cells.SAFE["grpo"](**made, callbacks=[buffered])
+    buffered.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert buffered.alive[2] == buffered.alive[4] > 0
+    assert buffered.alive[5] == buffered.alive[6] == 0  # the fifth step generates again
+
+
 class OutOfMemory:
     """Above a trainer: what CUDA says when a batch is too large. A stand-in, as there is no CUDA here."""
 
@@ -320,6 +364,40 @@ def test_a_smaller_batch_after_running_out_of_memory_begins_at_the_checkpoint_to
         )
     assert [entry["step"] for entry in twice.log][:1] == [3]
     assert not twice.differences(once)
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_steps_of_an_attempt_that_was_given_up_are_not_counted(resumed, tmp_path):
+    class Sft(cells.SAFE["sft"]):
+        """Runs out of memory in its fourth pass, and has a loss that is not finite in the sixth."""
+
+        passes = 0
+
+        def training_step(self, *args, **kwargs):
+            self.passes += 1
+            if self.passes == 4:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("nan") if self.passes == 6 else loss
+
+    def build(of: type, **changes: Any) -> Any:
+        settings = {"output_dir": str(tmp_path), "logging_steps": 1, **changes}
+        torch.manual_seed(0)
+        return of(**cells.arguments(Cell("text", "sft", "fp32", None), trl.SFTConfig, 6, **settings))
+
+    checkpoint = None
+    if resumed:
+        build(cells.SAFE["sft"], save_strategy="steps", save_steps=1).train()
+        checkpoint = str(tmp_path / "checkpoint-1")
+    trainer = build(Sft, save_strategy="no", auto_find_batch_size=True, per_device_train_batch_size=4)
+    with pytest.warns(PrecisionWarning, match="step-skipped"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    counts = [entry for entry in trainer.state.log_history if "precision/skipped_steps" in entry][-1]
+    assert counts["step"] == 6
+    assert (counts["precision/skipped_steps"], counts["precision/effective_steps"]) == (1, 5)
 
 
 def test_a_loss_that_is_no_number_does_not_take_those_before_the_checkpoint_with_it(tmp_path):

@@ -1,0 +1,177 @@
+"""A resume of trained weights that PEFT does not write to its files, or writes in another shape."""
+
+import shutil
+from types import SimpleNamespace
+
+import cells
+import pytest
+import torch
+from cells import Cell
+from peft import AdaLoraConfig, LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from policing import reset_accelerate
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from safe_trainers import CheckpointError, PrecisionWarning
+from safe_trainers.checkpoint.adapters import TRAINED, not_written_by_peft
+from safe_trainers.checkpoint.folder import MARKER, common_files
+
+
+STEPS = 6
+
+
+class Allocate(TrainerCallback):
+    """Lets AdaLoRA choose ranks after each step, as its documentation says."""
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        model.base_model.update_and_allocate(state.global_step + 1)
+
+
+def lora():
+    return LoraConfig(r=4, target_modules=["q_proj"])
+
+
+def p_tuning(size=16):
+    return PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=size)
+
+
+def prompt_tuning():
+    return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+
+
+def adalora():
+    return AdaLoraConfig(
+        init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=STEPS, target_modules=["q_proj", "v_proj"]
+    )
+
+
+CASES = {"p-tuning": (p_tuning, ()), "unfrozen": (lora, ("layers.0.mlp.up_proj.weight", "model.norm.weight"))}
+
+
+def build(folder, adapter, unfrozen=(), safe=True, **changes):
+    reset_accelerate()
+    torch.manual_seed(0)
+    settings = {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 1, **changes}
+    config = (cells.SAFE_CONFIG if safe else cells.PLAIN)["sft"]
+    made = cells.arguments(Cell("text", "sft", "fp32", None), config, STEPS, **settings, model_init_kwargs=None)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(made["model"]), adapter)
+    for name, parameter in model.named_parameters():
+        if name.endswith(unfrozen or ("nothing",)):
+            parameter.requires_grad_(True)
+    made["model"] = model
+    if "eval_strategy" in changes:
+        made["eval_dataset"] = cells.dataset("sft", "text", rows=2)
+    callbacks = [Allocate()] if isinstance(adapter, AdaLoraConfig) else []
+    return (cells.SAFE if safe else cells.STOCK)["sft"](**made, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_that_peft_does_not_write_are_resumed(case, safe, tmp_path):
+    adapter, unfrozen = CASES[case]
+    whole = build(tmp_path, adapter(), unfrozen, safe)
+    whole.train()
+    resumed = build(tmp_path, adapter(), unfrozen, safe)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert (cells.fingerprint(whole.model) == cells.fingerprint(resumed.model)) == safe
+    assert (tmp_path / "checkpoint-3" / TRAINED).is_file() == safe
+    assert (TRAINED in common_files(tmp_path / "checkpoint-3")) == safe
+
+
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_adalora_is_resumed_after_it_has_removed_ranks(step, tmp_path):
+    whole = build(tmp_path, adalora())
+    whole.train()
+    resumed = build(tmp_path, adalora())
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert cells.fingerprint(whole.model) == cells.fingerprint(resumed.model)
+    assert whole.model.peft_config["default"].rank_pattern == resumed.model.peft_config["default"].rank_pattern
+
+
+def test_stock_cannot_load_the_ranks_that_adalora_has_kept(tmp_path):
+    build(tmp_path, adalora(), safe=False).train()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        build(tmp_path, adalora(), safe=False).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_kept_ranks_of_a_stock_checkpoint_are_refused_with_what_helps(tmp_path):
+    build(tmp_path, adalora(), safe=False).train()
+    with pytest.raises(CheckpointError, match="adapter-does-not-fit") as refused:
+        build(tmp_path, adalora()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert "resume from one before the first removal" in str(refused.value)
+    build(tmp_path / "2", adalora()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("case", [*CASES, "adalora"])
+def test_the_best_weights_are_loaded_at_the_end(case, tmp_path):
+    adapter, unfrozen = {**CASES, "adalora": (adalora, ())}[case]
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    ended = build(tmp_path, adapter(), unfrozen, metric_for_best_model="eval_loss", learning_rate=1e-3, **best)
+    ended.train()
+    step = int(ended.state.best_model_checkpoint.rpartition("-")[2])
+    assert step < STEPS
+    short = build(tmp_path / "short", adapter(), unfrozen, save_strategy="no", learning_rate=1e-3)
+    short.add_callback(StopAt(step))
+    short.train()
+    assert cells.fingerprint(short.model) == cells.fingerprint(ended.model)
+
+
+class StopAt(TrainerCallback):
+    """Ends a run early; the learning rate falls as in a whole one."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_without_these_weights_is_reported(case, tmp_path):
+    adapter, unfrozen = CASES[case]
+    build(tmp_path, adapter(), unfrozen, safe=False).train()
+    trainer = build(tmp_path, adapter(), unfrozen)
+    with pytest.warns(PrecisionWarning, match="trained-weights-not-in-checkpoint") as caught:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    lacking = not_written_by_peft(trainer.model)
+    text = next(str(w.message) for w in caught if "trained-weights-not-in-checkpoint" in str(w.message))
+    assert f"lacks {len(lacking)} trained tensors, such as {next(iter(lacking))}" in text
+
+
+@pytest.mark.parametrize("adapter", [lora, prompt_tuning])
+def test_what_peft_writes_is_not_written_twice(adapter, tmp_path):
+    whole = build(tmp_path, adapter())
+    assert not not_written_by_peft(whole.model)
+    whole.train()
+    assert not (tmp_path / "checkpoint-3" / TRAINED).exists()
+    resumed = build(tmp_path, adapter())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert cells.fingerprint(whole.model) == cells.fingerprint(resumed.model)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path):
+    build(tmp_path, p_tuning()).train()
+    trainer = build(tmp_path, p_tuning(size=8))
+    before = cells.fingerprint(trainer.model)
+    with pytest.raises(CheckpointError, match=r"is \[16.*\] in the file and \[8.*\] in this run"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert cells.fingerprint(trainer.model) == before
+
+
+def test_a_checkpoint_whose_file_was_removed_is_damaged(tmp_path):
+    build(tmp_path, p_tuning()).train()
+    (tmp_path / "checkpoint-6" / TRAINED).unlink()
+    trainer = build(tmp_path, p_tuning())
+    with pytest.raises(CheckpointError, match=f"{TRAINED} is missing"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "copy")
+    (tmp_path / "copy" / MARKER).unlink()
+    with pytest.raises(CheckpointError, match="parts of the checkpoint were removed"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "copy"))
+
+
+def test_under_fsdp1_a_warning_names_what_no_checkpoint_has(tmp_path, monkeypatch):
+    """A stand-in for FSDP1, which needs a GPU."""
+    trainer = build(tmp_path, p_tuning())
+    monkeypatch.setitem(trainer.accelerator.state._shared_state, "fsdp_plugin", SimpleNamespace(fsdp_version=1))
+    with pytest.warns(PrecisionWarning, match="trained-weights-not-saved"):
+        trainer._choose_checkpoint(None)
