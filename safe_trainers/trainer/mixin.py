@@ -55,6 +55,7 @@ from .from_config import (
     check_loading,
     choose_load_dtype,
     declared_policy,
+    own_model_init_kwargs,
     read_torch_dtype,
     spell_dtype_for_trl,
 )
@@ -124,6 +125,23 @@ class PrecisionMixin(ExactCheckpoints):
         run.model_is_live = isinstance(arguments.get("model"), nn.Module)
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
+        with own_model_init_kwargs(arguments.get("args")):
+            self._construct(signature, arguments)
+        if not run.begun:
+            return  # something has replaced TRL's constructor, so that there is no model to prepare
+        policy, *others = run.feature(MediaInputs).models()
+        for model in others:
+            prepare_other_model(run, model, isinstance(policy, type(model)))
+        if getattr(self.args, "cast_lm_head_to_fp32", False):
+            for model in (policy, *others):  # autocast in rollouts would round the output of TRL's float32 head
+                base: Any = model
+                fp32_modules.without_autocast(base.get_output_embeddings())
+        distributed.wrap_forward_in_autocast(self.model, self.accelerator)
+        compute_redirected_in_autocast(self)
+        run.tell("ready")
+
+    def _construct(self, signature: inspect.Signature, arguments: dict[str, Any]) -> None:
+        """Checks the arguments, completes them, and calls TRL's constructor."""
         if isinstance(arguments.get("args"), TrainingArguments):
             read_torch_dtype(arguments["args"])
             check_loading(arguments, type(self))
@@ -145,18 +163,6 @@ class PrecisionMixin(ExactCheckpoints):
             self._engine_kwargs,
         ) as self._adapter_guard:
             super().__init__(**arguments)
-        if not run.begun:
-            return  # something has replaced TRL's constructor, so that there is no model to prepare
-        policy, *others = run.feature(MediaInputs).models()
-        for model in others:
-            prepare_other_model(run, model, isinstance(policy, type(model)))
-        if getattr(self.args, "cast_lm_head_to_fp32", False):
-            for model in (policy, *others):  # autocast in rollouts would round the output of TRL's float32 head
-                base: Any = model
-                fp32_modules.without_autocast(base.get_output_embeddings())
-        distributed.wrap_forward_in_autocast(self.model, self.accelerator)
-        compute_redirected_in_autocast(self)
-        run.tell("ready")
 
     @property
     def precision(self) -> Precision:
