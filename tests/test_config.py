@@ -70,6 +70,17 @@ def test_precision_and_flags(settings, bf16, fp16, tmp_path):
     assert (copied.bf16, copied.fp16, copied.precision) == (bf16, fp16, made.precision)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("before", ["fp32", "bf16", "fp16", None])
+def test_another_precision_is_written_with_the_flags_unset(before, precision, tmp_path):
+    made = SafeSFTConfig(str(tmp_path), use_cpu=True, precision=before)
+    copied = dataclasses.replace(made, precision=precision, bf16=None, fp16=False)
+    assert (copied.precision, copied.bf16, copied.fp16) == (precision, precision == "bf16", precision == "fp16")
+    if before == "bf16" != precision:
+        with pytest.raises(PrecisionError, match="precision-contradicts-flag"):  # `bf16=True` is passed on
+            dataclasses.replace(made, precision=precision)
+
+
 @pytest.mark.parametrize(
     ("settings", "fix"),
     [

@@ -44,7 +44,7 @@ from .folder import (
 )
 from .integrity import safetensors_dtypes
 from .trainer_state import WINDOW, TrainerState
-from .weights import cast_weights, load_as_saved, saved_under_other_names
+from .weights import cast_weights, load_as_saved, saved_under_other_names, virtual_tokens_cast
 
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,8 @@ class ExactCheckpoints:
             dtype = parse_dtype(save_dtype, field="save_dtype", allow_auto=False)
             state_dict = self.model.state_dict() if state_dict is None else state_dict
             weights, kept = cast_weights(self.model, state_dict, dtype)
-            super()._save(output_dir, state_dict=weights)  # type: ignore[misc]
+            with virtual_tokens_cast(self.model, dtype):
+                super()._save(output_dir, state_dict=weights)  # type: ignore[misc]
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
             set_config_dtype(folder / "config.json", dtype)
             logger.info("saved weights in %s in %s%s", dtype, folder, f", except {kept}" if kept else "")

@@ -1,6 +1,8 @@
 """Casts weights to `save_dtype`, and loads checkpoints whose weights have other names than in the model."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import nn
 
 from ..core.dtypes import FLOAT16, to_torch
 from ..core.errors import CheckpointError, refuse
+from ..core.patches import patched
 from ..model.parts import adapter_parameters, is_quantized, unwrap
 from ..weights.keep_fp32 import kept_in_float32
 from .folder import damaged
@@ -75,7 +78,7 @@ def cast_weights(model: nn.Module, state_dict: dict[str, Any], dtype: str) -> tu
     Raises:
         CheckpointError: If a finite weight becomes infinite.
     """
-    target, plan = to_torch(dtype), kept_in_float32(model, dtype)
+    plan = kept_in_float32(model, dtype)
     written = _saved_by_peft(model) if hasattr(model, "peft_config") else None
     cast: dict[str, torch.Tensor] = {}
     kept: list[str] = []
@@ -91,18 +94,58 @@ def cast_weights(model: nn.Module, state_dict: dict[str, Any], dtype: str) -> tu
         ):
             kept.append(name)
             continue
-        if dtype == FLOAT16 and tensor.dtype != torch.float16 and tensor.numel():
-            largest = tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
-            if largest > _FLOAT16_MAX:
-                what = f"save_dtype={dtype!r}"
-                raise CheckpointError([refuse("save-dtype-overflows", what, name=name, value=f"{largest:,.0f}")])
-        cast[name] = tensor.to(target)
+        cast[name] = _cast(name, tensor, dtype)
     by_tensor = {_same(state_dict[name]): tensor for name, tensor in cast.items()}
     weights = {
         name: by_tensor.get(_same(value), value) if isinstance(value, torch.Tensor) else value
         for name, value in state_dict.items()
     }
     return weights, f"{len(kept)} weights such as {kept[0]}" if kept else ""
+
+
+@contextlib.contextmanager
+def virtual_tokens_cast(model: nn.Module, dtype: str) -> Iterator[None]:
+    """Makes PEFT save the virtual tokens of prompt learning in a dtype while the block runs.
+
+    PEFT computes them from the prompt encoder, and not from the weights that are passed to `save_pretrained`.
+
+    Args:
+        model: The model, possibly wrapped by PEFT.
+        dtype: `"float32"`, `"bfloat16"` or `"float16"`.
+
+    Raises:
+        CheckpointError: If a finite number becomes infinite; the block has not run.
+    """
+    configs = getattr(model, "peft_config", None) or {}
+    names = [name for name, config in configs.items() if config.is_prompt_learning]
+    if not names:
+        yield
+        return
+    from peft import peft_model
+
+    original = peft_model.get_peft_model_state_dict
+    cast = {
+        name: {key: _cast(key, tensor, dtype) for key, tensor in original(model, adapter_name=name).items()}
+        for name in names
+    }
+
+    def get_peft_model_state_dict(owner: nn.Module, *args: Any, adapter_name: str, **kwargs: Any) -> dict[str, Any]:
+        if adapter_name in cast:
+            return cast[adapter_name]
+        return original(owner, *args, adapter_name=adapter_name, **kwargs)
+
+    with patched("saved-virtual-tokens", peft_model, get_peft_model_state_dict=get_peft_model_state_dict):
+        yield
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns a weight in `save_dtype`, unless a finite number becomes infinite."""
+    if dtype == FLOAT16 and tensor.dtype != torch.float16 and tensor.numel():
+        largest = tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+        if largest > _FLOAT16_MAX:
+            what = f"save_dtype={dtype!r}"
+            raise CheckpointError([refuse("save-dtype-overflows", what, name=name, value=f"{largest:,.0f}")])
+    return tensor.to(to_torch(dtype))
 
 
 def _same(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """The precision capabilities of a device, as plain values."""
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,20 +66,18 @@ def detect_device(device: "torch.device | str | None" = None) -> Device:
     """Reads the capabilities of a device.
 
     Args:
-        device: A torch device; by default the accelerator that torch finds, else the CPU.
+        device: A torch device; by default the accelerator that accelerate gives this process, else the CPU.
 
     Returns:
         The capabilities. Reading the compute capability initialises CUDA, as `TrainingArguments` also does.
     """
     import torch
 
-    if device is None:  # a build for GPUs names one on every machine
-        device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or "cpu"
-    device = torch.device(device)
+    device = _device_of_process() if device is None else torch.device(device)
     if device.type == "cpu":
         return Device(kind="cpu", name="CPU")
 
-    dtypes = unscalable_dtypes(device.type)
+    dtypes = unscalable_dtypes(str(device))
     if device.type != "cuda":
         return Device(kind=device.type, name=device.type.upper(), unscalable_dtypes=dtypes)
     return Device(
@@ -90,34 +89,51 @@ def detect_device(device: "torch.device | str | None" = None) -> Device:
     )
 
 
+def _device_of_process() -> "torch.device":
+    """Returns the accelerator of this process, else the CPU.
+
+    A config is made before accelerate selects the device. Without an index, each process of a launch would open a CUDA
+    context, of some 500 MB, on the first GPU.
+    """
+    import torch
+
+    # A build for GPUs names one on every machine.
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    rank = int(os.environ.get("LOCAL_RANK", "-1"))
+    if found is None or rank < 0:
+        return found or torch.device("cpu")
+    return torch.device(found.type, rank % torch.accelerator.device_count())  # as accelerate's `PartialState`
+
+
 @functools.cache
-def unscalable_dtypes(device_type: str) -> frozenset[str]:
+def unscalable_dtypes(device: str) -> frozenset[str]:
     """Finds the half dtypes whose gradients a device's loss scaler cannot unscale, by trying it on one element.
 
     A future torch may unscale bfloat16 on CUDA (https://github.com/pytorch/pytorch/pull/194947).
 
     Args:
-        device_type: `torch.device.type`.
+        device: A torch device, with or without an index.
 
     Returns:
         A subset of `"bfloat16"` and `"float16"`.
     """
     import torch
 
-    scaler = torch.amp.GradScaler
-    return frozenset(dtype for dtype in (BFLOAT16, FLOAT16) if not can_unscale(scaler(device_type), dtype))
+    scaler, kind = torch.amp.GradScaler, torch.device(device).type
+    return frozenset(dtype for dtype in (BFLOAT16, FLOAT16) if not can_unscale(scaler(kind), dtype, device))
 
 
-def can_unscale(scaler: "torch.amp.GradScaler", dtype: str) -> bool:
+def can_unscale(scaler: "torch.amp.GradScaler", dtype: str, device: str | None = None) -> bool:
     """Whether a loss scaler can unscale gradients of a dtype.
 
     Args:
         scaler: A new scaler, which cannot be used for anything else afterwards.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`.
+        device: The torch device; by default the scaler's.
     """
     import torch
 
-    weight = torch.nn.Parameter(torch.zeros(1, dtype=to_torch(dtype), device=scaler._device))
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=to_torch(dtype), device=device or scaler._device))
     weight.grad = torch.ones_like(weight)
     scaler.scale(torch.ones((), device=weight.device))  # creates the tensor of the scale
     try:

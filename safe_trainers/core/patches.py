@@ -97,6 +97,10 @@ PATCHES: Mapping[str, Patch] = {
         "the PEFT model", ("merge_adapter", "unmerge_adapter", "parameters", "named_parameters"), BLOCK,
         "TRL's weight sync reads merged weights from the model; they are merged outside of it instead",
     ),
+    "saved-virtual-tokens": Patch(
+        "peft.peft_model", ("get_peft_model_state_dict",), BLOCK,
+        "PEFT saves virtual tokens as the prompt encoder computes them, and not the weights that it is passed",
+    ),
     "cast-of-all": Patch(
         "modules of the model", ("_apply",), BLOCK,
         "continuous batching casts the model in place; some buffers and modules must not be cast",

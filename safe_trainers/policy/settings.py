@@ -124,7 +124,8 @@ class PrecisionSettings:
     Attributes:
         precision: Compute dtype: `"auto"`, `"fp32"`, `"bf16"` or `"fp16"`, in any spelling of `parse_dtype`. Sets
             `bf16` and `fp16`. By default these two apply, and `"auto"` if neither is set: bf16 if the device has
-            bfloat16 arithmetic, fp16 on older GPUs, fp32 on CPU.
+            bfloat16 arithmetic, fp16 on older GPUs, fp32 on CPU. `dataclasses.replace` passes the values of these two
+            on as if they were written; unset them: `replace(config, precision="fp32", bf16=None, fp16=False)`.
         rollout_compute: `"training"` generates in the same autocast context as training; `"stock"` as TRL does.
         adapter_dtype: Dtype of adapter weights: `"auto"`, `"float32"` or `"bfloat16"`. `"auto"` keeps the values that
             PEFT made. Only new, randomly initialised adapters of a quantised model are cast to bfloat16, as TRL does,

@@ -11,6 +11,7 @@ correction only metrics compare the two. They are not logged for such a model. F
 without the rule, and the warning about a large mismatch names the setting.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -158,6 +159,29 @@ class History:
         return cls((counts > 0) | in_prompt, counts)
 
 
+@dataclass
+class _Scored:
+    """What has been computed of a batch whose parts are scored one after the other.
+
+    Attributes:
+        full: Log-probabilities over the whole vocabulary, (B, C) float32.
+        shift: Renormalised log-probabilities less those in `full`, (B, C) float32; 0 for padding.
+        computed: Which tokens are computed, (B, C).
+        rows: Number of rows that are computed.
+    """
+
+    full: torch.Tensor
+    shift: torch.Tensor
+    computed: torch.Tensor
+    rows: int = 0
+
+    @classmethod
+    def empty(cls, rows: int, length: int, device: torch.device) -> "_Scored":
+        """Returns the state before the first part of a batch of B rows and C tokens of completions."""
+        zeros = torch.zeros(rows, length, device=device)  # (B, C)
+        return cls(zeros, zeros.clone(), zeros.bool())
+
+
 class TruncationCorrection(Feature):
     """Renormalises the trainer's log-probabilities for TRL's importance weights and for the mismatch metrics.
 
@@ -256,67 +280,90 @@ class TruncationCorrection(Feature):
         armed, self._armed = self._armed, False
         if not armed or not self._needed:
             return call()
-        outputs: list[Any] = []
-        handle = find_parts(self.run.model).text.register_forward_hook(lambda text, args, out: outputs.append(out))
+        ids, count = inputs["input_ids"], int(inputs["logits_to_keep"])
+        scored = _Scored.empty(len(ids), count, ids.device)
+
+        def compute(text: nn.Module, args: Any, out: Any) -> None:
+            with self._needed_for_weights():
+                self._compute(out, inputs, scored)
+
+        handle = find_parts(self.run.model).text.register_forward_hook(compute)
         try:
             result = call()
         finally:
             handle.remove()
-        try:
-            with torch.no_grad():
-                self.shift = self._shift(self._hidden_states(outputs), result[0].detach(), inputs)
-        except Exception as error:
-            if self._corrects:
-                raise
-            # Only metrics need the shift, and they state why they are missing.
-            found = error.problems[0].why if isinstance(error, PrecisionError) else f"{type(error).__name__}: {error}"
-            self._failed = found.rstrip(".")
+        with self._needed_for_weights():
+            self.shift = self._checked(scored, result[0].detach())
         if not self._corrects or result[0].requires_grad:  # a loss: only the metrics use the shift
             return result
         shift, self.shift = self.shift, None
         self._full = result[0]
         return (result[0] + shift, *result[1:])
 
-    def _hidden_states(self, outputs: list[Any]) -> torch.Tensor:
-        """Returns the hidden states, (B, T, H), of the text model's forward passes over the parts of a batch."""
-        states = [out[0] if isinstance(out, tuple) else getattr(out, "last_hidden_state", out) for out in outputs]
-        if not states or not all(isinstance(state, torch.Tensor) for state in states):
-            self._refuse("its text model returns no hidden states")
-        return torch.cat([state.detach() for state in states])
+    @contextlib.contextmanager
+    def _needed_for_weights(self) -> Iterator[None]:
+        """Keeps why the block fails if only metrics need the shift; they state why they are missing."""
+        try:
+            yield
+        except Exception as error:
+            if self._corrects:
+                raise
+            found = error.problems[0].why if isinstance(error, PrecisionError) else f"{type(error).__name__}: {error}"
+            self._failed = self._failed or found.rstrip(".")
 
-    def _shift(self, hidden: torch.Tensor, logps: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Returns the renormalised log-probability less that over the whole vocabulary, for each token, (B, C)."""
-        ids, mask, count = inputs["input_ids"], inputs["attention_mask"], int(inputs["logits_to_keep"])
+    def _compute(self, out: Any, inputs: Mapping[str, Any], scored: "_Scored") -> None:
+        """Computes the next rows of `scored` from the text model's output for them.
+
+        TRL scores a batch in parts to save memory, so that the hidden states of a part are not kept after it.
+        """
+        if self._failed and not self._corrects:
+            return
+        hidden = out[0] if isinstance(out, tuple) else getattr(out, "last_hidden_state", out)
+        if not isinstance(hidden, torch.Tensor):
+            self._refuse("its text model returns no hidden states")
+        ids, mask, count = inputs["input_ids"], inputs["attention_mask"], scored.full.shape[1]
         rule = SamplingRule.of(float(self.run.trainer.temperature), self._get)
-        shift = torch.zeros_like(logps, dtype=torch.float32)
-        for row in range(len(ids)):
+        for row, row_states in zip(range(scored.rows, len(ids)), hidden.detach(), strict=False):
             length = int(mask[row, -count:].sum())
             prompt = ids[row, :-count][mask[row, :-count].bool()]
             completion = ids[row, -count:][:length]
-            states = hidden[row, -count - 1 : -1][:length]
+            states = row_states[-count - 1 : -1][:length]
             size = self._logits(states[:1]).shape[1] if length else 1
             step = max(1, ELEMENTS // size)
             for start in range(0, length, step):
                 positions = torch.arange(start, min(start + step, length), device=ids.device)
                 logits, tokens = self._logits(states[positions]), completion[positions]
                 full = (logits / rule.temperature).log_softmax(1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-                self._check_logits(full, logps[row, positions])
                 history = History.of(prompt, completion, positions, logits.shape[1]) if rule.penalises else None
-                shift[row, positions] = rule.logps(logits, tokens, history) - full
-        return shift
+                scored.full[row, positions] = full
+                scored.shift[row, positions] = rule.logps(logits, tokens, history) - full
+                scored.computed[row, positions] = True
+        scored.rows += len(hidden)
+
+    def _checked(self, scored: "_Scored", logps: torch.Tensor) -> torch.Tensor | None:
+        """Returns the shift of each token, (B, C), if TRL's log-probabilities are those of the head's logits."""
+        if self._failed and not self._corrects:
+            return None
+        if scored.rows != len(logps):
+            self._refuse(f"its text model returned hidden states of {scored.rows} sequences of {len(logps)}")
+        differing = torch.where(scored.computed, (scored.full - logps).abs(), 0.0)
+        worst = differing.max().item() if differing.numel() else 0.0
+        if not worst <= TOLERANCE:  # NaN too
+            self._refuse(f"its logits differ from those of its head, by {worst:.3g} nats for one token")
+        return scored.shift
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of hidden states, (N, V) float32, scaled and capped as the model's config says."""
+        """Returns the logits of hidden states, (N, V) float32, scaled and capped as the model's config says.
+
+        The grad mode is that of the scoring. Without gradients, autocast would store a cast of the head's weight that
+        has no gradient, and TRL's loss would compute with it.
+        """
         model: Any = unwrap(self.run.model)
         with self.run.trainer.compute_context():
             logits: torch.Tensor = model.get_output_embeddings()(states)
         process = postprocessing(model.config.get_text_config())
-        return logits.float() if process is None else process(logits.float())
-
-    def _check_logits(self, own: torch.Tensor, scored: torch.Tensor) -> None:
-        worst = (own - scored).abs().max().item()
-        if not worst <= TOLERANCE:  # NaN too
-            self._refuse(f"its logits differ from those of its head, by {worst:.3g} nats for one token")
+        logits = logits.detach().float()
+        return logits if process is None else process(logits)
 
     def _refuse(self, reason: str) -> NoReturn:
         given = f"{type(unwrap(self.run.model)).__name__} with truncated sampling and {CORRECTION}=True"

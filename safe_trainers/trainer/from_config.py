@@ -1,7 +1,9 @@
 """Reads configs and models into the plain values that a policy is resolved from."""
 
+import contextlib
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +48,24 @@ def facts_of(inventory: ModelInventory, live: bool = False) -> ModelFacts:
     return ModelFacts(
         inventory.weights, frozenset(inventory.trainable), live, inventory.attn_implementation, inventory.quantization
     )
+
+
+@contextlib.contextmanager
+def own_model_init_kwargs(args: Any) -> Iterator[None]:
+    """Gives a config a copy of its `model_init_kwargs`, which may be changed in the block, and then the user's again.
+
+    Args:
+        args: A TRL config, or `None`.
+    """
+    declared = getattr(args, "model_init_kwargs", None)
+    if not hasattr(args, "model_init_kwargs"):
+        yield
+        return
+    args.model_init_kwargs = dict(declared) if isinstance(declared, dict) else declared
+    try:
+        yield
+    finally:
+        args.model_init_kwargs = declared
 
 
 def check_loading(arguments: dict[str, Any], trainer_class: type) -> None:

@@ -55,6 +55,7 @@ from .from_config import (
     check_loading,
     choose_load_dtype,
     declared_policy,
+    own_model_init_kwargs,
     read_torch_dtype,
     spell_dtype_for_trl,
 )
@@ -125,6 +126,12 @@ class PrecisionMixin(ExactCheckpoints):
         run.model_is_live = isinstance(arguments.get("model"), nn.Module)
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
+        with own_model_init_kwargs(arguments.get("args")):
+            self._construct(signature, arguments)
+
+    def _construct(self, signature: inspect.Signature, arguments: dict[str, Any]) -> None:
+        """Checks the arguments, completes them, calls TRL's constructor, and prepares its models."""
+        run = self._run
         if isinstance(arguments.get("args"), TrainingArguments):
             read_torch_dtype(arguments["args"])
             check_loading(arguments, type(self))

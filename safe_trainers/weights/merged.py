@@ -269,8 +269,9 @@ def merged_twin(layer: nn.Module, name: str = "") -> nn.Module:
     try:
         made: dict[int, Any] = {}
         twin: nn.Module = _twin(layer, made)
-        # Layers may be nested; merging an outer one, which comes first, may merge an inner one.
-        for part in [part for part in made.values() if isinstance(part, BaseTunerLayer)]:
+        # Layers may be nested. An inner one, which comes later, is merged first: trained token rows replace rows of
+        # the base, and LoRA adds to them. Merging an outer layer may merge an inner one.
+        for part in reversed([part for part in made.values() if isinstance(part, BaseTunerLayer)]):
             if not part.merged:
                 part.merge()
     except torch.OutOfMemoryError:
@@ -284,6 +285,10 @@ def merged_twin(layer: nn.Module, name: str = "") -> nn.Module:
 def _twin(module: nn.Module, made: dict[int, Any]) -> Any:
     """Returns a float32 copy that shares no tensor to which merging writes; modules shared in it stay shared."""
     if id(module) in made:
+        return made[id(module)]
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        # PEFT's `merge` of a layer around a wrapper writes to a copy of its weight.
+        made[id(module)] = _twin(_chosen(module), made)
         return made[id(module)]
     twin: nn.Module = object.__new__(nn.Linear if is_packed(module) else _plain(type(module)))
     made[id(module)] = twin

@@ -20,7 +20,16 @@ import pytest
 import torch
 import trl
 from cells import Cell
-from peft import LoraConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    MultitaskPromptTuningConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -786,6 +795,50 @@ def test_files_hold_the_dtype_that_was_asked_for_and_checkpoints_the_trained_bit
         assert {part["dtype"] for part in config.values() if isinstance(part, dict) and "dtype" in part} <= {dtype}
         loaded = type(made.model).from_pretrained(tmp_path, dtype="auto")
         assert str(loaded.dtype) == f"torch.{dtype}"
+
+
+PROMPTS = {
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "encoder": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+    "multitask": MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2),
+}
+
+
+def prompted(out: Path, method: str, **changes: Any) -> Any:
+    arguments = cells.arguments(SFT, cells.SAFE_CONFIG["sft"], 1, output_dir=str(out), **changes)
+    return SafeSFTTrainer(**arguments, peft_config=PROMPTS[method])
+
+
+@pytest.mark.parametrize("method", PROMPTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_virtual_tokens_are_saved_in_the_dtype_that_was_asked_for(method, dtype, tmp_path):
+    made = prompted(tmp_path, method)
+    written = {}
+    for name, cast in (("exact", None), ("cast", dtype)):
+        made.args.save_dtype = cast
+        made.save_model(str(tmp_path / name))
+        written[name] = load_file(tmp_path / name / "adapter_model.safetensors")
+    assert {str(tensor.dtype) for tensor in written["exact"].values()} == {"torch.float32"}
+    assert written["exact"].keys() == written["cast"].keys()
+    for name, tensor in written["exact"].items():
+        assert torch.equal(written["cast"][name], tensor.to(getattr(torch, dtype)))
+    base = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
+    loaded = PeftModel.from_pretrained(base, tmp_path / "cast")
+    for name, tensor in get_peft_model_state_dict(loaded).items():
+        assert torch.equal(tensor.to(getattr(torch, dtype)), written["cast"][name])
+
+
+def test_a_virtual_token_that_float16_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    made = prompted(tmp_path, "encoder", save_dtype="float16")
+    *_, layer = made.model.prompt_encoder["default"].mlp_head
+    with torch.no_grad():  # each weight of the encoder fits, and its output does not
+        layer.weight.zero_()
+        layer.bias.fill_(65_000.0)
+        layer.weight[0].fill_(60_000.0)
+    with pytest.raises(CheckpointError, match=r"prompt_embeddings contains \d+,\d+"):
+        made.save_model(str(tmp_path / "final"))
+    assert not (tmp_path / "final").exists()
 
 
 def test_without_save_dtype_files_are_stocks(tmp_path):

@@ -3,9 +3,15 @@
 import math
 from types import SimpleNamespace
 
+import cells
 import pytest
 import torch
+import trl
+from cells import Cell
+from live_bytes import LiveBytes
+from policing import reset_accelerate
 from torch import nn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from safe_trainers import PrecisionError
 from safe_trainers.rollout.head_scaling import postprocessing
@@ -179,3 +185,80 @@ def test_a_head_that_is_known_to_be_hidden_is_not_watched_for_metrics_alone(chan
     feature.run.model.register_forward_hook(lambda model, args, out: watched.append(len(model._forward_hooks)))
     scored(feature)
     assert watched == [1]  # this hook
+
+
+# --- the parts of a batch ---
+
+HIDDEN, TOKENS, COMPLETION, ROWS = 256, 256, 128, 8
+
+
+def trainer_of(autocast):
+    """A GRPO trainer with a model whose hidden states are larger than its logits, and a batch with padding."""
+    reset_accelerate()
+    made = cells.arguments(Cell("text", "grpo", "fp32", autocast), cells.SAFE_CONFIG["grpo"], model_init_kwargs=None)
+    tokenizer = AutoTokenizer.from_pretrained(cells.folder("text"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    trainer = cells.SAFE["grpo"](**{**made, "model": model, "processing_class": tokenizer})
+    ids = torch.randint(len(tokenizer), (ROWS, TOKENS))
+    mask = torch.ones_like(ids)
+    mask[::2, :20], mask[1::2, -7:] = 0, 0
+    return trainer, ids, mask
+
+
+def scored_in_parts(feature, trainer, ids, mask, size):
+    """Scores a batch with TRL's method, alone or inside the feature; returns the result and the peak of live bytes."""
+
+    def score():
+        method = trl.GRPOTrainer._get_per_token_logps_and_entropies
+        return method(trainer, trainer.model, ids, mask, COMPLETION, batch_size=size)
+
+    if feature is not None:
+        feature.measure_next()
+        feature.before_scoring({"input_ids": ids, "attention_mask": mask, "logits_to_keep": COMPLETION})
+    with LiveBytes() as live:
+        result = score() if feature is None else feature.around_scoring(score)
+    return result[0], live.peak
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@torch.no_grad()
+def test_a_part_of_a_batch_takes_the_memory_that_it_takes_in_trl(size):
+    trainer, ids, mask = trainer_of(None)
+    feature = truncation_of(trainer.model, corrects=True)
+    feature.run.trainer = trainer
+    stock, peak = scored_in_parts(None, trainer, ids, mask, size)
+    scored, own = scored_in_parts(feature, trainer, ids, mask, size)
+    results = 3 * ROWS * COMPLETION * 4
+    assert own - peak <= results < ROWS * TOKENS * HIDDEN * 4 / 100  # all hidden states would be in the difference
+    whole, _ = scored_in_parts(feature, trainer, ids, mask, ROWS)
+    torch.testing.assert_close(scored, whole, atol=1e-5, rtol=1e-5)
+    changed = (scored != stock).float()
+    assert changed[0].mean() > 0.9
+    assert changed[1, -7:].sum() == 0  # padding
+
+
+def test_the_gradient_of_a_loss_whose_samples_are_measured_is_trls():
+    trainer, ids, mask = trainer_of("bf16")
+    feature = truncation_of(trainer.model, corrects=False)
+    feature.run.trainer = trainer
+    head = trainer.model.get_output_embeddings().weight
+    gradients = []
+    for measured in (None, feature):
+        logps, _ = scored_in_parts(measured, trainer, ids[:2], mask[:2], None)
+        gradients.append(torch.autograd.grad(logps.sum(), head)[0])
+    assert feature.shift.shape == logps.shape
+    assert feature.why_no_shift is None
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(*gradients)
+
+
+def test_a_text_model_that_runs_for_fewer_sequences_is_refused():
+    trainer, ids, mask = trainer_of(None)
+    feature = truncation_of(trainer.model, corrects=True)
+    feature.run.trainer = trainer
+    feature.measure_next()
+    feature.before_scoring({"input_ids": ids, "attention_mask": mask, "logits_to_keep": COMPLETION})
+    with pytest.raises(PrecisionError, match="hidden states of 2 sequences of 8"):
+        feature.around_scoring(lambda: (trainer.model(ids[:2]), torch.zeros(ROWS, COMPLETION))[::-1])

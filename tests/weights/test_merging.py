@@ -510,6 +510,24 @@ def test_tied_weights_stay_tied_only_where_the_adapter_keeps_them_equal(method, 
     assert unwrap(model).config.tie_word_embeddings is True
 
 
+def test_trained_token_rows_of_a_tied_head_get_its_lora_too_and_peft_loses_it(tmp_path):
+    config = AutoConfig.from_pretrained(cells.folder("text"), tie_word_embeddings=True)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(action="ignore"):  # PEFT's own, on tied layers
+        model = adapted(LlamaForCausalLM(config), METHODS["head"] | METHODS["rows"] | {"target_modules": ["lm_head"]})
+        before, kept = snapshot(model), bookkeeping(model)
+        check = merge_and_save(model, tmp_path / "merged")
+        assert_same(before, snapshot(model))
+        assert kept == bookkeeping(model)
+        expected = logits(model)
+        stock = logits(model.merge_and_unload(progressbar=False))
+    assert (stock - expected).abs().max() > 0.1
+    assert check.max_difference < 1e-5
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    torch.testing.assert_close(logits(loaded), expected, atol=1e-5, rtol=1e-5)
+    assert loaded.config.tie_word_embeddings is False
+
+
 @pytest.mark.parametrize("base", ["nf4", "int8", "bf16"])
 def test_the_live_model_goes_on_training(base, tmp_path):
     model = adapted(base_of(base), LORA | {"lora_dropout": 0.5})
