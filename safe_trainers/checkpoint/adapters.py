@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import nn
 
-from ..core.errors import Problem, refuse
+from ..core.errors import Problem, refuse, warn
 from ..core.files import read_json, replace_file
-from ..model.parts import adapter_parameters
+from ..model.parts import adapter_parameters, unwrap
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -59,6 +59,32 @@ def not_written_by_peft(model: nn.Module) -> dict[str, nn.Parameter]:
     lacking = {name: parameter for name, parameter in trained.items() if id(parameter) not in written}
     adapters = {id(parameter) for parameter in adapter_parameters(model)}
     return trained if any(id(parameter) in adapters for parameter in lacking.values()) else lacking
+
+
+def outside_adapters(model: nn.Module) -> Problem | None:
+    """Warns about trained weights of the base, which are in no saved adapter.
+
+    Args:
+        model: The model of the run.
+
+    Returns:
+        The warning; `None` if the model has no adapters, or PEFT writes all that is trained.
+    """
+    if not getattr(model, "peft_config", None):
+        return None
+    encoders = getattr(model, "prompt_encoder", None)  # PEFT writes what it computes
+    own = {id(p) for p in (*adapter_parameters(model), *(() if encoders is None else encoders.parameters()))}
+    if all(id(parameter) in own for parameter in model.parameters() if parameter.requires_grad):
+        return None
+    names = [name for name, parameter in not_written_by_peft(model).items() if id(parameter) not in own]
+    if not names:
+        return None
+    base = unwrap(model)
+    modules = {id(p): name for name, module in base.named_modules() for p in module.parameters(recurse=False)}
+    parameters = dict(model.named_parameters())
+    holding = list(dict.fromkeys(modules[id(parameters[name])] for name in names))
+    what = f"{len(names)} trained tensors outside of the adapters, such as {names[0]}"
+    return warn("trained-weights-not-in-adapter", what, modules=holding)
 
 
 def save_trained(folder: Path, model: nn.Module, writes: bool) -> None:

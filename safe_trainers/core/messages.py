@@ -163,6 +163,12 @@ WARNINGS = index(
         "resume from an older checkpoint",
     ),
     Finding(
+        "trained-weights-not-in-adapter",
+        "PEFT does not write them to its files: a saved adapter lacks what they learn. Checkpoints have them, so that a "
+        "resumed run is exact.",
+        "`modules_to_save={modules}` in the `peft_config`, or save the trained model with `merge_and_save`",
+    ),
+    Finding(
         "trained-weights-not-saved",
         "PEFT does not write them to its files, and FSDP1 joins them with others, so that no checkpoint has them. A "
         "run that resumes goes on with their initial values.",

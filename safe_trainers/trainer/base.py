@@ -22,6 +22,7 @@ from ..boundaries.placement import (
     rounds_in_embeddings,
     widen,
 )
+from ..checkpoint.adapters import outside_adapters
 from ..core.device import Device, detect_device
 from ..core.dtypes import HALVES, to_torch
 from ..core.errors import PrecisionError, raise_if, refuse
@@ -201,6 +202,7 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
     run.boundaries = BoundaryPlan(())
     place_boundaries(run, model, take_inventory(model) if run.weights.casts else inventory)
     found = [problem for feature in run.features for problem in feature.check(model)]
+    found += filter(None, [outside_adapters(model)])
     raise_if(problem for problem in found if problem.level == "error")
     media = functools.cache(lambda: processing_class if _has_media(dataset) else None)
     unify_mixed_weights(run, model, media)

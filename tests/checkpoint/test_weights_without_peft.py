@@ -1,17 +1,28 @@
 """A resume of trained weights that PEFT does not write to its files, or writes in another shape."""
 
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import cells
 import pytest
 import torch
 from cells import Cell
-from peft import AdaLoraConfig, LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoraConfig,
+    PeftModel,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from safe_trainers import CheckpointError, PrecisionWarning
+from safe_trainers import CheckpointError, PrecisionWarning, merge_and_save
 from safe_trainers.checkpoint.adapters import TRAINED, not_written_by_peft
 from safe_trainers.checkpoint.folder import MARKER, common_files
 
@@ -175,3 +186,66 @@ def test_under_fsdp1_a_warning_names_what_no_checkpoint_has(tmp_path, monkeypatc
     monkeypatch.setitem(trainer.accelerator.state._shared_state, "fsdp_plugin", SimpleNamespace(fsdp_version=1))
     with pytest.warns(PrecisionWarning, match="trained-weights-not-saved"):
         trainer._choose_checkpoint(None)
+
+
+def warned(finding, trainer_of):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_of()
+    return trainer, [str(w.message) for w in caught if finding in str(w.message)]
+
+
+def test_a_saved_adapter_without_trained_weights_is_announced_and_the_advice_works(tmp_path):
+    unfrozen = ("layers.0.mlp.up_proj.weight", "model.norm.weight")
+    finding = "trained-weights-not-in-adapter"
+    trainer, messages = warned(finding, lambda: build(tmp_path / "run", lora(), unfrozen))
+    assert len(messages) == 1
+    assert "`modules_to_save=['model.layers.0.mlp.up_proj', 'model.norm']`" in messages[0]
+    trainer.train()
+    learned = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if n.endswith(unfrozen)}
+
+    def weights_of(model):
+        return {n: p for n, p in model.named_parameters() if n.endswith(unfrozen)}
+
+    # The saved adapter lacks them, as the warning says.
+    trainer.save_model(str(tmp_path / "adapter"))
+    base = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert not any(torch.equal(weight, learned[name]) for name, weight in weights_of(loaded).items())
+    # Both pieces of advice.
+    merge_and_save(trainer.model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, weight in learned.items():
+        assert torch.equal(merged[name.removeprefix("base_model.model.")], weight)
+    config = lora()
+    config.modules_to_save = ["model.layers.0.mlp.up_proj", "model.norm"]
+    trainer, messages = warned(finding, lambda: build(tmp_path / "advised", config))
+    assert not messages
+    trainer.train()
+    trainer.save_model(str(tmp_path / "whole"))
+    base = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "whole"))
+    inputs = torch.arange(8)[None]  # (B, T)
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs).logits, trainer.model.eval()(inputs).logits)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(target_modules=["q_proj"], bias="all"),
+        LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3]),
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], use_dora=True),
+        LoraConfig(target_modules=["embed_tokens"]),
+        LNTuningConfig(target_modules=["norm"]),
+        IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        VeraConfig(target_modules=["q_proj"]),
+        p_tuning(),
+        prompt_tuning(),
+        adalora(),
+    ],
+    ids=lambda config: str(config.peft_type).split(".")[-1],
+)
+def test_adapters_that_peft_writes_are_not_announced(config, tmp_path):
+    _, messages = warned("trained-weights-not-in-adapter", lambda: build(tmp_path, config))
+    assert not messages
