@@ -164,8 +164,8 @@ WARNINGS = index(
     ),
     Finding(
         "trained-weights-not-in-adapter",
-        "PEFT does not write them to its files: a saved adapter lacks what they learn. Checkpoints have them, so that a "
-        "resumed run is exact.",
+        "PEFT does not write them to its files: a saved adapter lacks what they learn. Checkpoints have them, so that "
+        "a resumed run is exact.",
         "`modules_to_save={modules}` in the `peft_config`, or save the trained model with `merge_and_save`",
     ),
     Finding(
