@@ -18,7 +18,12 @@ finally:
 
 RUN = runner()
 SCRIPTS = [pytest.param(file, id=file.stem) for file in RUN.scripts()]
-QUICK = ("accelerate_fsdp2_reduces_in_half", "accelerate_fused_optimizer_skips", "transformers_static_cache")
+QUICK = (
+    "accelerate_fsdp2_reduces_in_half",
+    "accelerate_fused_optimizer_skips",
+    "accelerate_keeps_the_first_autocast",
+    "transformers_static_cache",
+)
 
 
 @pytest.mark.parametrize("file", SCRIPTS)
