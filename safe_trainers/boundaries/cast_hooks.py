@@ -6,6 +6,7 @@ two dtypes, an `index_put` into another dtype), or if the model itself would cas
 without the hooks therefore computes the same numbers with them.
 """
 
+import contextlib
 import copy
 import functools
 from collections import Counter
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.patches import has_replacements, replace, replaced_by, restore
+from ..core.patches import RECORDS, has_replacements, replace, replaced_by, restore
 from ..model.inventory import first_dtype
 from ..model.parts import (
     FEATURE_METHODS,
@@ -35,6 +36,12 @@ _PATCH = "features"
 _LEAVES = (*MATMUL_LEAVES, *NORM_LEAVES)
 _METHODS = ("forward", "_old_forward", *FEATURE_METHODS)
 """Methods of modules that this package replaces."""
+_MOVED = (("forward", "_old_forward"), ("_old_forward", "forward"))
+"""Methods, and where they are after accelerate has added its own hook to a module, or removed it."""
+_ATTRIBUTES = (*_METHODS, "_original_forward", "_is_accelerate_prepared", RECORDS)
+"""Attributes of modules that this package and accelerate replace."""
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+                "_forward_hooks_always_called")  # fmt: skip
 
 
 def guard_leaves(modules: Iterable[nn.Module]) -> int:
@@ -124,8 +131,10 @@ def remove_casts(model: nn.Module) -> None:
         if has_replacements(module):
             for name in _METHODS:
                 restore(module, name)
+            for name, kept_as in _MOVED:
+                restore(module, name, kept_as)
         for hooks in filter(None, (module._forward_pre_hooks, module._forward_hooks)):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) in _HOOKS]:
+            for key in [key for key, hook in hooks.items() if _own_hook(hook) is not None]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -141,13 +150,58 @@ def count_casts(model: nn.Module) -> Counter[Any]:
         if has_replacements(module):
             for name in _METHODS:
                 found.update(replaced_by(module, name))
-            for name in ("_old_forward", "_original_forward"):  # where accelerate keeps methods that it wraps
-                found.update(replaced_by(module, "forward", kept_as=name))
+            for name, kept_as in (*_MOVED, ("forward", "_original_forward")):
+                found.update(replaced_by(module, name, kept_as))
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for hook in hooks.values():
-                if (function := getattr(hook, "func", hook)) in _HOOKS:
+                if (function := _own_hook(hook)) is not None:
                     found[function, getattr(hook, "args", ())] += 1
+    del found["fsdp2-forward"]  # no cast: accelerate may replace it when it prepares the model
     return found
+
+
+@contextlib.contextmanager
+def casts_kept_on_error(model: nn.Module) -> Iterator[None]:
+    """Restores the methods and hooks of a model's modules, and the dtypes of its weights, if the block fails.
+
+    Weights that the block has cast to a wider dtype are cast back, which is exact; others are left.
+
+    Args:
+        model: The model, wrapped or not.
+    """
+    modules = [(m, _kept_attributes(m), [list(h.items()) if (h := getattr(m, n)) else () for n in _HOOK_TABLES])
+               for m in model.modules()]  # fmt: skip
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, attributes, tables in modules:
+            for name in _ATTRIBUTES:
+                vars(module).pop(name, None)
+            vars(module).update(attributes)
+            for name, items in zip(_HOOK_TABLES, tables, strict=True):
+                table = getattr(module, name)
+                table.clear()
+                table.update(items)
+        for parameter, dtype in dtypes:
+            if parameter.is_floating_point() and parameter.dtype.itemsize > dtype.itemsize:
+                parameter.data = parameter.data.to(dtype)
+        raise
+
+
+def _kept_attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module that a construction may replace."""
+    attributes = vars(module)
+    kept = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
+    if RECORDS in kept:
+        kept[RECORDS] = dict(kept[RECORDS])
+    return kept
+
+
+def _own_hook(hook: Any) -> Any:
+    """Returns the function of a hook of this package; `None` for others, which may not be hashable."""
+    function = getattr(hook, "func", hook)
+    return next((own for own in _HOOKS if own is function), None)
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:
@@ -331,4 +385,4 @@ def _follow_matrix(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return None
 
 
-_HOOKS = frozenset({_follow_weights, _follow_matrix, _widen, _cast_inputs})
+_HOOKS = (_follow_weights, _follow_matrix, _widen, _cast_inputs)

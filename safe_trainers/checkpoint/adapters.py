@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import nn
@@ -21,6 +22,8 @@ from ..model.parts import adapter_parameters, unwrap
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 TRAINED = "safe_trainers_weights.safetensors"
 """Name of the file with the trained weights of a model with adapters that PEFT's files do not hold as they are."""
+FSDP_FULL = f"{FSDP_MODEL_NAME}.bin"
+"""Name of the file with all trained weights that accelerate writes under FSDP with `FULL_STATE_DICT`."""
 SAME_ADAPTER = (
     "use the `peft_config` and the model that the adapter was trained with, or another `output_dir` for a new run"
 )
@@ -72,8 +75,7 @@ def outside_adapters(model: nn.Module) -> Problem | None:
     """
     if not getattr(model, "peft_config", None):
         return None
-    encoders = getattr(model, "prompt_encoder", None)  # PEFT writes what it computes
-    own = {id(p) for p in (*adapter_parameters(model), *(() if encoders is None else encoders.parameters()))}
+    own = _of_adapters(model)
     if all(id(parameter) in own for parameter in model.parameters() if parameter.requires_grad):
         return None
     names = [name for name, parameter in not_written_by_peft(model).items() if id(parameter) not in own]
@@ -95,10 +97,13 @@ def save_trained(folder: Path, model: nn.Module, writes: bool) -> None:
         model: The model; every process has to call this, because weights may be distributed.
         writes: Whether this process writes the file.
     """
-    lacking = not_written_by_peft(model)
-    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in lacking.items()}
-    if whole and writes:
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in whole.items()}
+    copies: dict[str, torch.Tensor] = {}
+    for name, parameter in not_written_by_peft(model).items():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # in all processes
+        if writes:
+            copies[name] = whole.detach().to("cpu", copy=True).contiguous()
+        del whole  # at most one gathered tensor is in memory
+    if copies:
         replace_file(folder / TRAINED, lambda file: file.write(save(copies)))
 
 
@@ -112,6 +117,7 @@ def load_trained(folder: Path, model: nn.Module) -> list[str]:
     Returns:
         The names of trained weights that no file of the checkpoint holds.
     """
+    lacking = list(not_written_by_peft(model))  # it reads the state, so that FSDP2 shards what it has gathered
     file = folder / TRAINED
     parameters: dict[str, Any] = dict(model.named_parameters())
     saved = load_file(file) if file.is_file() else {}
@@ -125,7 +131,9 @@ def load_trained(folder: Path, model: nn.Module) -> list[str]:
             parameter.copy_(tensor)
     for name, config in _configs_with_ranks(model).items():
         config.rank_pattern = _saved_config(folder if name == "default" else folder / name).get("rank_pattern")
-    return [name for name in not_written_by_peft(model) if name not in saved]
+    if (folder / FSDP_FULL).is_file():
+        return []  # accelerate's file has all trained weights
+    return [name for name in lacking if name not in saved]
 
 
 def forget_ranks(model: nn.Module) -> None:
@@ -142,8 +150,14 @@ def _configs_with_ranks(model: nn.Module) -> dict[str, Any]:
 
 def holds_all_trained(folder: Path, model: nn.Module) -> bool:
     """Whether `save_trained` wrote every trained weight, so that PEFT need not load its files."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return bool(trained) and trained <= _shapes(folder / TRAINED).keys()
+    trained = {name: id(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return trained.keys() <= _shapes(folder / TRAINED).keys() and not _of_adapters(model).isdisjoint(trained.values())
+
+
+def _of_adapters(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that PEFT added to a model, with those of encoders of virtual tokens."""
+    encoders = getattr(model, "prompt_encoder", None)
+    return {id(p) for p in (*adapter_parameters(model), *(() if encoders is None else encoders.parameters()))}
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

@@ -246,7 +246,10 @@ class ExactCheckpoints:
             CheckpointError: As in `choose_checkpoint`, or if its adapters do not match the model.
         """
         self._trainer_state.begin_train()
-        lacking = {} if self._saves_trained() or self._has_deepspeed() else not_written_by_peft(self.model)
+        # FSDP1 has joined the weights of a model that is trained again.
+        joined = hasattr(self.model, "_fsdp_wrapped_module")
+        skipped = joined or self._saves_trained() or self._has_deepspeed()
+        lacking = {} if skipped else not_written_by_peft(self.model)
         if lacking:
             what = f"{len(lacking)} trained tensors, such as {next(iter(lacking))}, under FSDP1"
             self._run.warn_once(warn("trained-weights-not-saved", what))

@@ -254,6 +254,7 @@ class Run:
         engine: The engine that runs the model in several processes, and its dtypes.
         coverage: The guarantees of the trainer class, and which hooks have fired.
         gradient_norm: Skips steps whose gradients are not finite (`numerics.gradient_norm.GradientNorm`).
+        preparation: Prepares models that other accelerators have prepared (`policy.distributed.OwnPreparation`).
         features: The features, outermost first.
         scored_at: The step in which the last rollout batch was scored, by mode.
         skipped_in_a_row: Optimizer steps skipped since the last one that was applied.
@@ -279,6 +280,7 @@ class Run:
     coverage: SafetyContract
     loss_scale: Any
     gradient_norm: Any
+    preparation: Any
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

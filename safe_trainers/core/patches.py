@@ -112,6 +112,10 @@ PATCHES: Mapping[str, Patch] = {
     "float32-head": Patch(
         "TRL's cast_lm_head_to_fp32 head", ("forward",), LIFETIME, "autocast would round its matrix products again",
     ),
+    "shared-features": Patch(
+        "modules around the text model", ("get_image_features", "get_video_features", "get_audio_features"), LIFETIME,
+        "equal images of a batch are computed once, and methods have no hooks",
+    ),
     "features": Patch(
         "modules around the text model", ("get_image_features", "get_video_features", "get_audio_features"), LIFETIME,
         "their outputs must be cast to the dtype of the embeddings, and methods have no hooks",
@@ -172,7 +176,7 @@ def replace(patch: str, owner: Any, name: str, value: Any) -> None:
     """
     _check(patch, name)
     attributes = vars(owner)
-    records = attributes.setdefault(_RECORDS, {})
+    records = attributes.setdefault(RECORDS, {})
     before = attributes.get(name, _ABSENT)
     records[name] = [_Record(patch, value, before), *_chain(owner, name, before)]
     attributes[name] = value
@@ -180,7 +184,7 @@ def replace(patch: str, owner: Any, name: str, value: Any) -> None:
 
 def has_replacements(owner: Any) -> bool:
     """Whether `replace` has replaced anything of an instance that was not restored."""
-    return _RECORDS in vars(owner)
+    return RECORDS in vars(owner)
 
 
 def replaced_by(owner: Any, name: str, kept_as: str | None = None) -> list[str]:
@@ -194,28 +198,32 @@ def replaced_by(owner: Any, name: str, kept_as: str | None = None) -> list[str]:
     return [record.patch for record in _chain(owner, name, vars(owner).get(kept_as or name, _ABSENT))]
 
 
-def restore(owner: Any, name: str) -> bool:
+def restore(owner: Any, name: str, kept_as: str | None = None) -> bool:
     """Restores what `replace` has replaced, unless something else has replaced the attribute since.
 
     Args:
         owner: The instance, or a `deepcopy` of it.
         name: The attribute.
+        kept_as: As in `replaced_by`.
 
     Returns:
         Whether the attribute had been replaced.
     """
-    attributes = vars(owner)
-    chain = _chain(owner, name, attributes.get(name, _ABSENT))
+    attributes, holder = vars(owner), kept_as or name
+    chain = _chain(owner, name, attributes.get(holder, _ABSENT))
     if not chain:
         return False
-    records = attributes[_RECORDS]
+    records = attributes[RECORDS]
     del records[name]
     if not records:
-        del attributes[_RECORDS]
-    if chain[-1].before is _ABSENT:
-        del attributes[name]
-    else:
-        attributes[name] = chain[-1].before
+        del attributes[RECORDS]
+    before = chain[-1].before
+    if before is not _ABSENT:
+        attributes[holder] = before
+    elif kept_as is None:
+        del attributes[holder]
+    else:  # what keeps it calls it
+        attributes[holder] = MethodType(getattr(type(owner), name), owner)
     return True
 
 
@@ -231,27 +239,27 @@ def undone(owners: Iterable[Any], *names: str) -> Iterator[None]:
     for owner in owners:
         attributes = vars(owner)
         held = {name: attributes[name] for name in names if name in attributes}
-        if _RECORDS in attributes:
-            held[_RECORDS] = dict(attributes[_RECORDS])
+        if RECORDS in attributes:
+            held[RECORDS] = dict(attributes[RECORDS])
         kept.append((attributes, held))
     try:
         yield
     finally:
         for attributes, held in kept:
-            for name in (*names, _RECORDS):
+            for name in (*names, RECORDS):
                 attributes.pop(name, None)
             attributes.update(held)
 
 
-_RECORDS = "_safe_trainers_replaced"
+RECORDS = "_safe_trainers_replaced"
 """Attribute of an instance with the records of what was replaced, by name, the last one first."""
 
 
 class _Absent:
-    """Stands for an attribute that an instance did not have; a `deepcopy` is the same object."""
+    """Stands for an attribute that an instance did not have; copies are the same object."""
 
-    def __deepcopy__(self, memo: Any) -> "_Absent":
-        return self
+    def __reduce__(self) -> str:
+        return "_ABSENT"
 
 
 _ABSENT = _Absent()
@@ -281,7 +289,7 @@ def _check(patch: str, name: str) -> None:
 def _chain(owner: Any, name: str, value: Any) -> list[_Record]:
     """Returns the records that lead from a value of an attribute to what it was before all of them."""
     found = []
-    for record in vars(owner).get(_RECORDS, {}).get(name, ()):
+    for record in vars(owner).get(RECORDS, {}).get(name, ()):
         if record.value is value or (isinstance(value, MethodType) and record.value == value):
             found.append(record)
             value = record.before

@@ -129,7 +129,7 @@ class SharedFeatures(Feature):
                 for name in FEATURE_METHODS:
                     function = getattr(getattr(container, name, None), "__func__", None)
                     if function is not None:
-                        replace("features", container, name, MethodType(self._sharing(function), container))
+                        replace("shared-features", container, name, MethodType(self._sharing(function), container))
 
     def _sharing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)

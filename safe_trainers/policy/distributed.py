@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs, convert_outputs_to_fp32, extract_model_from_parallel
+from accelerate.utils import AutocastKwargs, DistributedType, convert_outputs_to_fp32, extract_model_from_parallel
 from torch import nn
 from transformers.training_args import ParallelMode
 
@@ -280,40 +280,84 @@ def release_preparation(model: nn.Module) -> None:
     for module in model.modules():
         attributes = vars(module)
         attributes.pop("_is_accelerate_prepared", None)
-        original = attributes.get("_original_forward")
-        forward = attributes.get("forward")
+        original, forward = attributes.get("_original_forward"), attributes.get("forward")
         if original is None or forward is None:
             continue
         function = getattr(original, "__func__", original)
-        if any(layer is function or layer == original for layer in _layers(forward)):
+        layers = list(_layers(forward))
+        if _is_of_accelerate(layers[0]) and any(layer is function or layer == original for layer in layers):
             del attributes["_original_forward"], attributes["forward"]
             if function is not getattr(type(module), "forward", None):
                 attributes["forward"] = original
 
 
 def _layers(method: Any) -> Iterator[Any]:
-    """Yields the functions that a wrapped method calls, outermost first."""
+    """Yields a method and the functions that it wraps, outermost first."""
     layer = getattr(method, "__func__", method)
-    while (layer := getattr(layer, "__wrapped__", None)) is not None:
+    while layer is not None:
         yield layer
+        layer = getattr(layer, "__wrapped__", None)
 
 
-def prepare_as_own(accelerator: Any) -> None:
-    """Makes an accelerator prepare models that another accelerator has prepared.
+def _made_by_accelerate(model: nn.Module) -> list[Any]:
+    """Returns the functions around a model's forward pass that accelerate has made, outermost first."""
+    return list(filter(_is_of_accelerate, _layers(vars(model).get("forward"))))
+
+
+def _is_of_accelerate(function: Any) -> bool:
+    """Whether a function is one of accelerate's; most of its wrappers have the module of what they wrap."""
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "accelerate"
+
+
+_SHARDING = frozenset({DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM})
+
+
+class OwnPreparation:
+    """Makes an accelerator prepare models that another accelerator has prepared, which it would leave as they are.
 
     Args:
-        accelerator: The trainer's accelerator, which must not have prepared anything yet.
+        accelerator: The trainer's accelerator, which must not have prepared anything yet. Its `prepare_model` is
+            replaced.
     """
-    prepare_model = accelerator.prepare_model
 
-    @functools.wraps(prepare_model)
-    def prepare(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        known = any(model is one for one in accelerator._models)
-        if not known and extract_model_from_parallel(model) is model:
-            release_preparation(model)
-        return prepare_model(model, *args, **kwargs)
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._prepare_model = accelerator.prepare_model
+        self._prepared: dict[int, tuple[nn.Module, list[Any]]] = {}
 
-    replace("model-preparation", accelerator, "prepare_model", prepare)
+        @functools.wraps(self._prepare_model)
+        def prepare(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            known = any(model is one for one in accelerator._models)
+            if not known and extract_model_from_parallel(model) is model:
+                release_preparation(model)
+            prepared = self._prepare_model(model, *args, **kwargs)
+            self._prepared[id(model)] = model, _made_by_accelerate(model)
+            return prepared
+
+        replace("model-preparation", accelerator, "prepare_model", prepare)
+
+    def renew(self, model: nn.Module) -> None:
+        """Prepares a model again whose forward pass another accelerator has prepared since.
+
+        transformers prepares a model for an evaluation only if the accelerator has prepared nothing, such as a
+        reference model, and under DDP only for the first training. Models that an engine shards are left.
+
+        Args:
+            model: The policy model, without the wrapper of DDP.
+        """
+        accelerator = self._accelerator
+        if id(model) in self._prepared:
+            if _made_by_accelerate(model) == self._prepared[id(model)][1]:
+                return
+        elif not accelerator._models:
+            return
+        if accelerator.distributed_type in _SHARDING:
+            return
+        release_preparation(model)
+        known = list(accelerator._models)
+        self._prepare_model(model, evaluation_mode=True)
+        accelerator._models[:] = known
+        self._prepared[id(model)] = model, _made_by_accelerate(model)
 
 
 def wrap_forward_in_autocast(model: nn.Module, accelerator: Any) -> None:

@@ -124,7 +124,7 @@ class PrecisionBase(Trainer):
         """Builds the accelerator, and configures its distributed engine and its loss scaler."""
         super().create_accelerator_and_postprocess()
         self._run.engine = distributed.configure(self.accelerator)
-        distributed.prepare_as_own(self.accelerator)
+        self._run.preparation = distributed.OwnPreparation(self.accelerator)
         self._run.loss_scale = loss_scale.LossScaleWatch(self.accelerator)
         self._run.gradient_norm = GradientNorm(self.accelerator)
         if self.accelerator.scaler is not None:

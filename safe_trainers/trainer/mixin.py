@@ -146,7 +146,7 @@ class PrecisionMixin(ExactCheckpoints):
         check_reward_weights(arguments.get("args"))
         arguments = move_quantization_config(signature, arguments)
         check_adapters(arguments.get("model"), arguments.get("peft_config"))
-        with taken_over(run, arguments):
+        with taken_over(arguments):
             with construction(
                 type(self),
                 arguments.get("model"),

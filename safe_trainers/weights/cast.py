@@ -45,21 +45,6 @@ def apply_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
             parameter.data = parameter.data.to(to_torch(cast.target))
 
 
-def revert_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
-    """Undoes casts to a wider dtype, which is exact. Other casts have rounded the values and are left.
-
-    Args:
-        model: The model.
-        casts: The casts that were applied, if their parameters still have the dtype.
-    """
-    parameters = dict(model.named_parameters())
-    for cast in casts:
-        parameter = parameters.get(cast.name)
-        wider = _width(cast.target) > _width(cast.source)
-        if wider and parameter is not None and from_torch(parameter.dtype) == cast.target:
-            parameter.data = parameter.data.to(to_torch(cast.source))
-
-
 @contextlib.contextmanager
 def weights_restored(model: nn.Module) -> Iterator[None]:
     """Restores the values of a model that is cast in place while the block runs, on the device that it is on then.

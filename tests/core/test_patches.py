@@ -3,6 +3,7 @@
 import ast
 import copy
 import functools
+import pickle
 from pathlib import Path
 from types import MethodType, ModuleType, SimpleNamespace
 
@@ -124,3 +125,11 @@ def test_what_others_have_replaced_stays():
     layer.forward = ours
     assert restore(layer, "forward")
     assert layer.forward() == [layer, layer]
+
+
+def test_an_absent_attribute_stays_absent_after_pickling():
+    layer = Layer()
+    replace("operations", layer, "forward", None)
+    twin = pickle.loads(pickle.dumps(layer))
+    assert restore(twin, "forward")
+    assert "forward" not in vars(twin)

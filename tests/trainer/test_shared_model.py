@@ -1,6 +1,7 @@
 """One model object that several trainers get, one after another."""
 
 import copy
+import dataclasses
 import gc
 import warnings
 import weakref
@@ -196,3 +197,113 @@ def test_a_model_does_not_keep_its_trainer_alive(tmp_path):
     build("dpo", model, "fp32", tmp_path)
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize(("first", "second"), ORDERS)
+def test_an_earlier_trainer_evaluates_in_its_own_dtype(first, second, tmp_path):
+    model = load()
+    trainer = build("sft", model, first, tmp_path)
+    trainer.train()
+    later = build("sft", model, second, tmp_path)
+    for _ in range(2):
+        assert evaluated(trainer, model) == {DTYPES[first]}
+        assert evaluated(later, model) == {DTYPES[second]}
+    later.train()
+    assert evaluated(trainer, model) == {DTYPES[first]}
+    assert evaluated(later, model) == {DTYPES[second]}
+
+
+def evaluated(trainer, model):
+    """The dtypes that the query projections returned in an evaluation."""
+    seen = set()
+    handles = [
+        module.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+        for name, module in model.named_modules() if name.endswith("q_proj")
+    ]  # fmt: skip
+    trainer.evaluate(cells.dataset("dpo" if "DPO" in type(trainer).__name__ else "sft", "text"))
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_evaluation_before_training_computes_as_training_does(safe, tmp_path):
+    """transformers prepares a model for an evaluation only if the accelerator has prepared no other one."""
+    dataset = cells.dataset("dpo", "text")
+    model = load()
+    trainer = build("dpo", model, "bf16", tmp_path, safe=safe, eval_dataset=dataset)
+    seen = set()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    trainer.evaluate()
+    assert seen == {torch.bfloat16 if safe else torch.float32}
+    seen.clear()
+    trainer.train()
+    trainer.evaluate()
+    assert seen == {torch.bfloat16}
+
+
+def test_a_refused_construction_leaves_a_trained_model_as_it_was(tmp_path):
+    model = load(torch.bfloat16)
+    trainer = build("sft", model, "bf16", tmp_path, settings={"fp32_modules": ["layers.0"]})
+    trainer.train()
+    casts, forward = count_casts(model), model.forward
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    with pytest.raises(PrecisionError, match="no-such-module"):
+        build("dpo", model, "bf16", tmp_path, settings={"fp32_modules": ["nothing_like_it"]})
+    assert count_casts(model) == casts
+    assert model.forward == forward
+    assert hooks == [dict(module._forward_hooks) for module in model.modules()]
+    model(torch.arange(4)[None])  # computes as before, with modules in float32
+
+
+def test_weights_that_a_refused_construction_has_widened_are_cast_back(tmp_path):
+    """Casts of a whole layout have names in the base model, and those of trained weights in PEFT's wrapper."""
+    from safe_trainers.boundaries.cast_hooks import casts_kept_on_error
+
+    model = load(torch.bfloat16)
+    before = cells.fingerprint(model)
+
+    def widen_and_fail():
+        with casts_kept_on_error(model):
+            model.float()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        widen_and_fail()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert cells.fingerprint(model) == before
+
+
+def test_casts_are_found_when_accelerate_has_added_or_removed_its_hook():
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    from safe_trainers.weights import fp32_modules
+
+    for hooked_first in (True, False):
+        model = load(torch.bfloat16)
+        layer = model.model.layers[0]
+        if hooked_first:
+            add_hook_to_module(layer, ModelHook())
+        fp32_modules.guard(model, {"model.layers.0": layer})
+        if hooked_first:
+            remove_hook_from_module(layer)
+        else:
+            add_hook_to_module(layer, ModelHook())
+        assert count_casts(model)["float32-module"] == 1
+        remove_casts(model)
+        assert not count_casts(model)
+        model(torch.arange(4)[None])
+
+
+def test_hooks_of_users_need_not_be_hashable(tmp_path):
+    @dataclasses.dataclass
+    class Recorder:
+        seen: int = 0
+
+        def __call__(self, module, args, output):
+            self.seen += 1
+
+    model, recorder = load(), Recorder()
+    model.register_forward_hook(recorder)
+    build("sft", model, "bf16", tmp_path).train()
+    assert recorder.seen
