@@ -89,8 +89,8 @@ class AdapterSync:
             model's own tensors: do not write to them.
 
         Raises:
-            PrecisionError: If merged weights overflow float16, after all weights: a server that receives them waits for
-                all of them.
+            PrecisionError: If merged weights overflow float16, after all weights: a server that receives them waits
+                for all of them.
         """
         self._counts.clear()
         failed: list[PrecisionError] = []
