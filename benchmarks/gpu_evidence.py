@@ -10,7 +10,9 @@ leaves the others. Results are in `benchmarks/results/gpu.json`; `make docs` mak
 
 import argparse
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -98,11 +100,16 @@ def run_section(name: str, small: bool, limit: float, path: Path) -> dict[str, A
     began, error = time.perf_counter(), None
     if limit <= 0:
         return {"rows": [], "error": f"not run: no time was left of {LIMIT} s", "seconds": 0.0}
+    run = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        _, errors = run.communicate(timeout=limit)
         if run.returncode:
-            error = next(iter(run.stderr.strip().splitlines()[-1:]), f"status {run.returncode}")
+            error = next(iter(errors.strip().splitlines()[-1:]), f"status {run.returncode}")
     except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)  # with its own processes, which would keep the GPU
+        run.communicate()
         error = f"not done after {limit:.0f} s"
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     out.unlink(missing_ok=True)

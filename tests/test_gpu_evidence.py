@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_modules import load
 
 
 ROOT = Path(__file__).parent.parent
@@ -94,3 +95,20 @@ def test_bad_arguments_are_named(arguments, message):
     assert made.returncode == 2
     assert message in made.stderr
     assert not (ROOT / "here.json").exists()
+
+
+def test_a_section_beyond_its_time_ends_with_its_own_processes(tmp_path, monkeypatch):
+    started = tmp_path / "pid"
+    script = tmp_path / "section.py"
+    script.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(started)!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    evidence = load(monkeypatch, "gpu_evidence")
+    monkeypatch.setattr(evidence, "__file__", str(script))
+    found = evidence.run_section("tests", True, 5.0, tmp_path / "out.json")
+    assert found["error"] == "not done after 5 s"
+    state = Path("/proc", started.read_text(), "stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -193,7 +193,7 @@ def misfit(folder: Path, model: nn.Module) -> Problem | None:
     if not any(folder.rglob(CONFIG)) and any(folder.glob("model*.safetensors")):
         fix = "drop `use_peft` (or `peft_config`), or pass the checkpoint as the model of a new run"
         return refuse("checkpoint-of-other-weights", what, saved="all weights", trained="adapters", fix=fix)
-    parameters = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    parameters = {name: _shape(parameter) for name, parameter in model.named_parameters()}
     for name, shape in _shapes(folder / TRAINED).items():
         if shape != parameters.get(name):
             return _other_shape(what, name, shape, parameters.get(name), SAME_ADAPTER)
@@ -206,7 +206,8 @@ def misfit(folder: Path, model: nn.Module) -> Problem | None:
         file = place / WEIGHTS
         if not file.is_file():
             continue
-        live = {key: list(t.shape) for key, t in get_peft_model_state_dict(model, adapter_name=name).items()}
+        own = get_peft_model_state_dict(model, model.state_dict(keep_vars=True), adapter_name=name)
+        live = {key: _shape(tensor) for key, tensor in own.items()}
         saved = _shapes(file)
         # Other tensors may be absent, because PEFT saves embeddings with an adapter only in some cases.
         absent = [key for key in live.keys() ^ saved.keys() if ".lora_" in key]
@@ -216,6 +217,11 @@ def misfit(folder: Path, model: nn.Module) -> Problem | None:
             fix = REMOVED_RANKS if _saved_config(place).get("peft_type") == "ADALORA" else SAME_ADAPTER
             return _other_shape(what, key, saved.get(key), live.get(key), fix)
     return None
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    """Returns the shape of a weight; ZeRO-3 records that of a partitioned one, which has no elements."""
+    return list(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _other_shape(what: str, name: str, saved: list[int] | None, live: list[int] | None, fix: str) -> Problem:

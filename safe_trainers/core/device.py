@@ -105,6 +105,33 @@ def _device_of_process() -> "torch.device":
     return torch.device(found.type, rank % torch.accelerator.device_count())  # as accelerate's `PartialState`
 
 
+def float32_spacing(device: "torch.device | str") -> float:
+    """Measures how a device rounds the inputs of float32 matrix products, which may be computed in TF32 or bfloat16.
+
+    Settings of torch and environment variables of NVIDIA's libraries decide that.
+
+    Args:
+        device: A torch device.
+
+    Returns:
+        The spacing at 1 of the numbers that are multiplied: 2^-23 for float32, 2^-10 for TF32, 2^-7 for bfloat16.
+    """
+    import torch
+
+    for spacing in (2.0**-7, 2.0**-10):
+        # Half of the spacing is rounded to an even neighbour, which is 1.
+        inputs = torch.full((_PRODUCT, _PRODUCT), 1 + spacing / 2, device=device)
+        with torch.autocast(inputs.device.type, enabled=False):
+            product = inputs @ torch.ones_like(inputs)
+        if product[0, 0].item() == _PRODUCT:
+            return spacing
+    return 2.0**-23
+
+
+_PRODUCT = 64
+"""Rows and columns of the matrices that `float32_spacing` multiplies, as tensor cores need them."""
+
+
 @functools.cache
 def unscalable_dtypes(device: str) -> frozenset[str]:
     """Finds the half dtypes whose gradients a device's loss scaler cannot unscale, by trying it on one element.

@@ -142,8 +142,10 @@ class SharedFeatures(Feature):
                 return function(module, *args, **kwargs)
             arguments = call.named(signature.bind_partial(module, *args, **kwargs))
             keys = [key for key in arguments if key in MEDIA_KEYS]
-            repeats = find_repeats(arguments, keys[0]) if len(keys) == 1 else None
-            if repeats is None or feature._needs_gradients(module):
+            if len(keys) != 1 or feature._needs_gradients(module):
+                return function(module, *args, **kwargs)
+            repeats = find_repeats(arguments, keys[0])  # waits for the device
+            if repeats is None:
                 return function(module, *args, **kwargs)
             return feature._share(function.__name__, partial(function, module), module, call, repeats)
 

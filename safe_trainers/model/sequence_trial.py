@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.device import float32_spacing
 from .parts import is_quantized, unwrap
 from .trial_forward import is_loaded, undisturbed
 
@@ -65,7 +66,12 @@ def depends_on_shift(model: nn.Module, spacing: float, wrapped: bool = False) ->
     inputs = {"position_ids": torch.stack([positions, positions + shift])}
     exact = not wrapped and _in_float32(model)
     logps = _log_probabilities(model, 2, inputs, exact=exact)
-    return None if logps is None else _differ(logps[0], logps[1], FLOAT32_SPACING if exact else spacing)
+    if exact:
+        spacing = float32_spacing(device)
+    elif not wrapped:  # without autocast, operations use the dtypes of the weights
+        held = {p.dtype for p in model.parameters() if not is_quantized(p) and p.is_floating_point()}
+        spacing = max(spacing, *(torch.finfo(dtype).eps for dtype in held))
+    return None if logps is None else _differ(logps[0], logps[1], spacing)
 
 
 def sees_future(model: nn.Module, spacing: float, token_type: int) -> bool | None:

@@ -131,8 +131,9 @@ def _read_later(flag: torch.Tensor) -> Callable[[], bool]:
         return lambda: bool(flag)
     copy = torch.empty((), dtype=torch.bool, pin_memory=True)
     copy.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
+    with torch.cuda.device(flag.device):  # weights may be on several devices
+        copied = torch.cuda.Event()
+        copied.record()
 
     def read() -> bool:
         copied.synchronize()

@@ -18,6 +18,8 @@ from ..core.dtypes import FLOAT16, from_torch, join_dtypes
 from .activations import floating, modules_of
 
 
+BLOCK = 2**24
+"""Elements of a gradient that are counted at once."""
 SUSPECT = 0.1
 """Share of zeros, in rows that are not all zero, above which gradients may have underflowed."""
 
@@ -153,7 +155,8 @@ class GradientWatch:
         if not gradient.numel():
             return
         row = max(1, gradient.shape[-1] if gradient.dim() else 1)
-        nonzero = gradient.reshape(-1, row).count_nonzero(dim=1)  # (rows,)
+        blocks = gradient.reshape(-1, row).split(max(1, BLOCK // row))  # each is copied as booleans
+        nonzero = torch.cat([block.count_nonzero(dim=1) for block in blocks])  # (rows,)
         scattered = torch.where(nonzero > 0, row - nonzero, 0).sum()  # a mask as an index would wait for the device
         low, high = torch.aminmax(gradient)
         read = torch.stack([torch.maximum(-low.float(), high.float()), nonzero.sum().float(), scattered.float()])

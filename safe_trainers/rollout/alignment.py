@@ -152,7 +152,8 @@ class RolloutAlignment(Feature):
             self._wrap_sync(generation)
             vllm_images.forbid_markers(generation)
             llm = getattr(generation, "llm", None)
-            if self._has_float32_head() and not vllm.has_float32_head(generation):
+            samples = llm is not None or client is not None  # one process alone asks a server
+            if samples and self._has_float32_head() and not vllm.has_float32_head(generation):
                 given = "a float32 head with use_vllm=True"
                 self.run.warn_once(warn("sampler-without-float32-head", given, dtype=self.sampler_dtype))
             _check_prompts_of(generation, None if llm is None else vllm_images.keep_image_tokens(llm))

@@ -50,7 +50,7 @@ POSITIONS = (0, 16, 64, 256, 1024, 4096)
 LIMIT = 300.0
 """Log-ratios are clamped to plus and minus this value, in nats."""
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
-"""Spacing between the numbers from 1 to 2, by dtype."""
+"""Spacing between the numbers from 1 to 2, by dtype. That of TF32 is float16's."""
 
 _TOKENS = ("tokens", "scored", "abs", "sum", "k3", "relative", "outside", "phantom")
 _SEQUENCES = ("sequences", "ratio", "ratio_abs", "ratio_square", "weight", "weight_square")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.device import float32_spacing
 from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..core.feature import Feature, Run
 from ..core.trl import has_rollouts
@@ -52,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 TRL_SAMPLER_KEY = "sampling_per_token_logps"
 _COMPLETIONS = ("completion_ids", "completion_mask")
-WAITING = 2**22
-"""Number of tokens, padding included, at which batches are tallied before the next log."""
+WAITING = 2**19
+"""Number of tokens, padding included, at which batches are tallied before the next log, which takes some 0.1 GB."""
 UNREWARDED = f"{PREFIX}unrewarded_frac"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -79,6 +80,7 @@ class MismatchMeter(Feature):
         self._in_batch = False  # whether a rollout batch is being made
         self._infinite: Problem | None = None  # the refusal of its infinite rewards
         self._synced = True  # whether the sampler had the weights of the last batch's step
+        self._float32: str | None = None  # the dtype with the spacing of the device's float32 products
         self.on_train_begin()
 
     def on_train_begin(self) -> None:
@@ -374,7 +376,13 @@ class MismatchMeter(Feature):
 
     def _coarsest_dtype(self) -> str:
         dtypes = self.run.policy.compute.value & EPS.keys()
-        return max(dtypes, key=EPS.__getitem__, default="float32")
+        coarsest = max(dtypes, key=EPS.__getitem__, default="float32")
+        if coarsest != "float32":
+            return coarsest
+        if self._float32 is None:  # products may be computed in TF32
+            spacing = float32_spacing(self.run.accelerator.device)
+            self._float32 = next(dtype for dtype, eps in EPS.items() if eps == spacing)
+        return self._float32
 
     def state_dict(self) -> dict[str, Any]:
         """The tallies since the last log."""

@@ -142,7 +142,7 @@ def has_float32_head(generation: Any) -> bool:
     """Whether the output head of vLLM computes in float32; `False` if that is unknown.
 
     Args:
-        generation: TRL's `VLLMGeneration`.
+        generation: TRL's `VLLMGeneration`, of the process that has the engine or the client of the server.
     """
     llm = getattr(generation, "llm", None)
     if llm is None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.errors import PrecisionError
 from ..core.patches import patched
 from ..model.parts import unwrap
 from ..weights.merged import Weight, weights_of
@@ -86,8 +87,13 @@ class AdapterSync:
         Yields:
             Each parameter of the base model once; an adapted weight also if it is tied to another one. Most are the
             model's own tensors: do not write to them.
+
+        Raises:
+            PrecisionError: If merged weights overflow float16, after all weights: a server that receives them waits
+                for all of them.
         """
         self._counts.clear()
+        failed: list[PrecisionError] = []
         plain: set[tuple[Any, ...]] = set()
         adapted: dict[str, tuple[Any, ...]] = {}
 
@@ -99,13 +105,19 @@ class AdapterSync:
             else:
                 adapted[weight.name] = weight.place
             exact = weight.load()
-            rounded = weight.rounded(exact, self._dtype)
+            try:
+                rounded = weight.rounded(exact, self._dtype)
+            except PrecisionError as error:
+                failed.append(error)
+                return weight.name, exact.to(torch.float16)
             if self._measure and weight.before is not None:
                 self._count(weight.before(), exact, rounded)
             return weight.name, rounded
 
         # A loop variable would keep one layer in memory while the next is merged; `filter` and `map` do not.
         yield from filter(None, map(merge, weights_of(self._model, self._dtype, checked=True)))
+        if failed:
+            raise failed[0]
         self.lost = self._lost_share()
         times = Counter((*plain, *adapted.values()))
         self.tied = tuple(name for name, place in adapted.items() if times[place] > 1)

@@ -30,10 +30,10 @@ from ..core.feature import Run
 from ..core.phase_clock import BACKWARD, BATCH
 from ..media.caster import MEDIA_KEYS, has_packed_towers, refuse_packed_casts, takes_media
 from ..media.inputs import MediaInputs
-from ..model.inventory import ModelInventory, take_inventory
+from ..model.inventory import ModelInventory, quantization_method, take_inventory
 from ..model.packed_layers import unpack
 from ..model.parts import find_parts, unwrap
-from ..model.trial_forward import Trial, trial_error
+from ..model.trial_forward import Trial, is_loaded, trial_error
 from ..numerics import loss_scale
 from ..numerics.gradient_norm import GradientNorm
 from ..policy import distributed
@@ -86,6 +86,7 @@ class PrecisionBase(Trainer):
         run.begin(model, training_args, PrecisionSettings.of(training_args), self.features)
         run.coverage.due["adapters"] += 1
         self._adapters_ready(model)
+        move_early(model, training_args)
         construct(run, self._adapter_guard, model, bound.get("processing_class"), bound.get("train_dataset"))
         super().__init__(*args, **kwargs)
         check_accelerator(run)
@@ -166,6 +167,23 @@ class PrecisionBase(Trainer):
             return super()._get_dataloader(*args, **kwargs)
         finally:
             self.data_collator = collator
+
+
+def move_early(model: nn.Module, args: Any) -> None:
+    """Moves a model to the device of a run, as `Trainer.__init__` does later, so that trials use its kernels.
+
+    Args:
+        model: The policy model.
+        args: The training arguments. Models that an engine places, and quantised ones, are left where they are.
+    """
+    if all(parameter.device.type == args.device.type for parameter in model.parameters()):
+        return
+    places = getattr(args, "place_model_on_device", None) in (None, True)
+    evaluates_in_half = args.fp16_full_eval or args.bf16_full_eval
+    engine = distributed.shards_weights(args) or getattr(args, "deepspeed_plugin", None) is not None
+    placed = getattr(model, "hf_device_map", None) is not None or quantization_method(model) is not None
+    if places and not (evaluates_in_half or engine or placed) and is_loaded(model):
+        model.to(args.device)
 
 
 def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class: Any, dataset: Any) -> None:

@@ -23,7 +23,7 @@ from policing import reset_accelerate
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from safe_trainers import CheckpointError, PrecisionWarning, merge_and_save
-from safe_trainers.checkpoint.adapters import TRAINED, not_written_by_peft
+from safe_trainers.checkpoint.adapters import TRAINED, misfit, not_written_by_peft
 from safe_trainers.checkpoint.folder import MARKER, common_files
 
 
@@ -249,3 +249,16 @@ def test_a_saved_adapter_without_trained_weights_is_announced_and_the_advice_wor
 def test_adapters_that_peft_writes_are_not_announced(config, tmp_path):
     _, messages = warned("trained-weights-not-in-adapter", lambda: build(tmp_path, config))
     assert not messages
+
+
+def test_partitioned_adapters_fit_by_the_shape_that_the_engine_recorded(tmp_path):
+    """Stands for ZeRO-3, which partitions adapters when training begins, before a second resume."""
+    trainer = build(tmp_path, lora())
+    trainer.train()
+    model, folder = trainer.model, tmp_path / "checkpoint-3"
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    assert misfit(folder, model) is None
+    first = next(p for p in model.parameters() if p.requires_grad)
+    first.ds_shape = torch.Size([1, 1])
+    assert "adapter-does-not-fit" in str(misfit(folder, model))

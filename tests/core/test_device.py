@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from safe_trainers.core import device as devices
-from safe_trainers.core.device import detect_device
+from safe_trainers.core.device import detect_device, float32_spacing
 
 
 def test_a_build_for_gpus_without_a_gpu_is_a_cpu(monkeypatch):
@@ -37,3 +37,22 @@ def test_a_launched_process_reads_and_tries_its_own_gpu(rank, expected, monkeypa
     devices.unscalable_dtypes.cache_clear()
     assert set(touched) == {expected}
     assert len(touched) == 4
+
+
+def rounded_to(spacing):
+    """A matrix product whose inputs are rounded, as tensor cores do in TF32 and bfloat16."""
+    product = torch.Tensor.__matmul__
+
+    def rounding(self, other):
+        return product((self / spacing).round() * spacing, other)  # halves are rounded to even numbers
+
+    return rounding
+
+
+@pytest.mark.parametrize("spacing", [2.0**-7, 2.0**-10, 2.0**-23])
+def test_the_spacing_of_products_is_measured(spacing, monkeypatch):
+    """A stand-in for TF32, which needs a GPU."""
+    if spacing > 2.0**-23:
+        monkeypatch.setattr(torch.Tensor, "__matmul__", rounded_to(spacing))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert float32_spacing("cpu") == spacing

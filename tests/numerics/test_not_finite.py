@@ -182,6 +182,24 @@ def test_the_share_of_underflow_is_that_of_an_independent_count():
     assert max(measured[name] for name in seen) > 0.1
 
 
+@pytest.mark.parametrize("block", [1, 100, 2**24])
+def test_gradients_are_counted_in_blocks_of_any_size(block, monkeypatch):
+    monkeypatch.setattr("safe_trainers.numerics.gradients.BLOCK", block)
+    torch.manual_seed(0)
+    model = nn.Linear(5, 5)
+    gradient = torch.randn(7, 3, 5)  # (B, T, H)
+    gradient[gradient.abs() < 0.5] = 0
+    gradient[2] = 0
+    watch = GradientWatch(model)
+    with watch.attached():
+        model(torch.ones(7, 3, 5)).backward(gradient)
+    found = watch.finish(0, 1.0).gradients[0]
+    rows = [row for row in gradient.reshape(-1, 5) if row.any()]
+    assert found.zeros == int((gradient == 0).sum())
+    assert found.scattered_zeros == sum(int((row == 0).sum()) for row in rows)
+    assert found.largest == gradient.abs().max()
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_healthy_fp16_run_is_measured_without_a_second_pass(lora, monkeypatch):
     monkeypatch.setattr(Replay, "again", lambda *_: pytest.fail("a loss was computed again"))

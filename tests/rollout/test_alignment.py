@@ -522,6 +522,18 @@ def test_a_server_that_cannot_be_asked_is_said(server, monkeypatch):
         with_vllm(monkeypatch, Cell("text", "grpo", "fp32", "fp16"), vllm_mode="server")
 
 
+def test_a_process_without_the_servers_client_does_not_ask_about_the_float32_head(server, monkeypatch):
+    """TRL gives the client of a server to the main process only."""
+    server.dtype = "bfloat16"
+    cell = Cell("text", "grpo", "fp32", "bf16")
+    with pytest.warns(PrecisionWarning, match="sampler-without-float32-head"):
+        trainer = with_vllm(monkeypatch, cell, vllm_mode="server", cast_lm_head_to_fp32=True)
+    del trainer.vllm_generation.vllm_client
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        trainer._run.feature(RolloutAlignment).ready()
+
+
 def test_weights_sent_to_a_server_are_announced_as_they_are(server, monkeypatch):
     server.dtype = "float16"
     trainer = with_vllm(monkeypatch, Cell("text", "grpo", "fp32", "fp16", lora=True), vllm_mode="server")

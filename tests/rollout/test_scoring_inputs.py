@@ -15,10 +15,12 @@ import torch
 import transformers
 import trl
 from cells import Cell
+from torch.overrides import TorchFunctionMode
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
 from benchmarks import families
 from safe_trainers import tiny
+from safe_trainers.core.device import float32_spacing
 from safe_trainers.model.sequence_trial import depends_on_shift, sees_future
 from safe_trainers.rollout import head_scaling
 from safe_trainers.rollout.mismatch import EPS
@@ -87,6 +89,45 @@ def _root() -> tempfile.TemporaryDirectory:
 def test_absolute_positions_are_found_in_every_dtype(kind: str, dtype: torch.dtype) -> None:
     model = build(kind, (ABSOLUTE | RELATIVE)[kind]).to(dtype)
     assert depends_on_shift(model, EPS[str(dtype)[6:]]) == (kind in ABSOLUTE)
+
+
+class Tf32(TorchFunctionMode):
+    """Rounds the inputs of float32 products to 10 bits of mantissa, as a GPU does in TF32."""
+
+    PRODUCTS = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
+                torch.nn.functional.scaled_dot_product_attention)  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.PRODUCTS:
+            args = [self.rounded(arg) for arg in args]
+        return func(*args, **(kwargs or {}))
+
+    def rounded(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            return value
+        bits = value.detach().contiguous().view(torch.int32)
+        even = (bits >> 13) & 1
+        return ((bits + 0xFFF + even) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("kind", [*ABSOLUTE, *RELATIVE])
+def test_products_in_tf32_are_not_taken_for_positions(kind: str) -> None:
+    """A stand-in: TF32 needs a GPU."""
+    model = build(kind, (ABSOLUTE | RELATIVE)[kind])
+    with Tf32():
+        assert float32_spacing("cpu") == EPS["float16"]
+        assert depends_on_shift(model, EPS["bfloat16"]) == (kind in ABSOLUTE)
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "gptj"])
+def test_weights_that_are_coarser_than_the_run_are_not_taken_for_positions(kind: str) -> None:
+    """Half-precision weights under the autocast of the other format are asked without autocast."""
+    model = build(kind, RELATIVE[kind])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 and "emb" not in name and "wte" not in name:
+                weight.mul_(16)  # a sharp model, in which rounding has a larger effect
+    assert not depends_on_shift(model.to(torch.bfloat16), EPS["float16"])
 
 
 @pytest.mark.parametrize("family", [f for f in families.FAMILIES if families.family_spec(f).modality != "audio"])

@@ -189,6 +189,17 @@ def test_the_lost_share_is_that_of_float64(dtype, scale):
         assert sync.lost > 0.7
 
 
+def test_a_merged_weight_that_overflows_ends_the_run_after_all_weights_are_sent():
+    """TRL streams them to a server, which waits for all of them."""
+    model = adapted_llama(scale=0.1)
+    whole = [name for name, _ in AdapterSync(model, torch.float16).named_weights()]
+    model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight.data[0, 0] = 1e5
+    sent = []
+    with pytest.raises(PrecisionError, match=r"down_proj\.weight contains"):
+        sent.extend(name for name, _ in AdapterSync(model, torch.float16).named_weights())
+    assert sent == whole
+
+
 def test_the_sample_of_a_large_weight_is_spread_over_it():
     model = adapted_llama(hidden=512, layers=1, scale=0.03)
     sync = AdapterSync(model, torch.bfloat16)

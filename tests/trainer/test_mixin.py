@@ -25,6 +25,8 @@ from safe_trainers import (
     SafeSFTTrainer,
     tiny,
 )
+from safe_trainers.trainer import base
+from safe_trainers.trainer.base import move_early
 from upstream import needs_streams, towers_count_in_the_dtype_of_pixels, why_not_built
 
 
@@ -626,3 +628,30 @@ def test_adapters_of_a_safe_config_depend_on_the_seed_alone(task):
     first = adapter(seed=0, state=1)
     assert torch.equal(first, adapter(seed=0, state=2))
     assert not torch.equal(first, adapter(seed=1, state=1))
+
+
+def test_a_model_is_on_the_device_of_the_run_before_it_is_tried(monkeypatch):
+    """The device "meta" stands for a GPU."""
+
+    def moved(args=None, **attributes):
+        model = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
+        vars(model).update(attributes)
+        given = {
+            "fp16_full_eval": False,
+            "bf16_full_eval": False,
+            "device": torch.device("meta"),
+            "parallel_mode": None,
+        }
+        move_early(model, SimpleNamespace(**given | (args or {})))
+        return {parameter.device.type for parameter in model.parameters()}
+
+    assert moved() == {"meta"}
+    assert moved({"place_model_on_device": False}) == {"cpu"}
+    assert moved({"bf16_full_eval": True}) == {"cpu"}
+    assert moved({"deepspeed_plugin": object()}) == {"cpu"}
+    assert moved(hf_device_map={"": "cpu"}) == {"cpu"}
+    order = []
+    monkeypatch.setattr(base, "move_early", lambda model, args: order.append("moved"))
+    monkeypatch.setattr(base, "match_operations", lambda *args: order.append("tried"))
+    build(GRPO)
+    assert order == ["moved", "tried"]
