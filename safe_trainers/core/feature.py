@@ -94,10 +94,7 @@ class Feature:
         self.run.leave_out(self, hooks)
 
     def on_train_begin(self) -> None:
-        """Called when `train` begins, before a checkpoint is loaded.
-
-        If `auto_find_batch_size` begins again with a smaller batch, it is called again, after `on_train_exit`.
-        """
+        """Called when `train` begins, before a checkpoint is loaded, and when `auto_find_batch_size` begins again."""
 
     def on_train_end(self) -> None:
         """Called after `on_train_exit` if `train` has ended without an error."""
