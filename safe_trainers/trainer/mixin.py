@@ -154,7 +154,7 @@ class PrecisionMixin(ExactCheckpoints):
                 self._engine_kwargs,
             ) as self._adapter_guard:
                 super().__init__(**arguments)
-            if run.begun:  # otherwise something has replaced TRL's constructor, and there is no model to prepare
+            if run.begun:  # TRL's `PPOTrainer` does not call `Trainer.__init__`, where the run begins
                 self._prepare_models()
 
     def _prepare_models(self) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import warnings
 import weakref
+from functools import partial
 
 import cells
 import pytest
@@ -46,12 +47,22 @@ def build(task, model, precision, folder, safe=True, settings=None, **arguments)
 
 def computed(trainer, model):
     """The dtypes that the query projections returned in a run."""
+    return returned(model, trainer.train)
+
+
+def evaluated(trainer, model):
+    """The dtypes that the query projections returned in an evaluation."""
+    return returned(model, partial(trainer.evaluate, cells.dataset("sft", "text")))
+
+
+def returned(model, call):
+    """The dtypes that the query projections of a model returned during a call."""
     seen = set()
     handles = [
         module.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
         for name, module in model.named_modules() if name.endswith("q_proj")
     ]  # fmt: skip
-    trainer.train()
+    call()
     for handle in handles:
         handle.remove()
     return seen
@@ -211,19 +222,6 @@ def test_an_earlier_trainer_evaluates_in_its_own_dtype(first, second, tmp_path):
     later.train()
     assert evaluated(trainer, model) == {DTYPES[first]}
     assert evaluated(later, model) == {DTYPES[second]}
-
-
-def evaluated(trainer, model):
-    """The dtypes that the query projections returned in an evaluation."""
-    seen = set()
-    handles = [
-        module.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
-        for name, module in model.named_modules() if name.endswith("q_proj")
-    ]  # fmt: skip
-    trainer.evaluate(cells.dataset("dpo" if "DPO" in type(trainer).__name__ else "sft", "text"))
-    for handle in handles:
-        handle.remove()
-    return seen
 
 
 @pytest.mark.parametrize("safe", [True, False])
