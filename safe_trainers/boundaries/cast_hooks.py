@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.patches import RECORDS, has_replacements, replace, replaced_by, restore
+from ..core.patches import has_replacements, keep, replace, replaced_by, restore
 from ..model.inventory import first_dtype
 from ..model.parts import (
     FEATURE_METHODS,
@@ -38,7 +38,7 @@ _METHODS = ("forward", "_old_forward", *FEATURE_METHODS)
 """Methods of modules that this package replaces."""
 _MOVED = (("forward", "_old_forward"), ("_old_forward", "forward"))
 """Methods, and where they are after accelerate has added its own hook to a module, or removed it."""
-_ATTRIBUTES = (*_METHODS, "_original_forward", "_is_accelerate_prepared", RECORDS)
+_ATTRIBUTES = (*_METHODS, "_original_forward", "_is_accelerate_prepared")
 """Attributes of modules that this package and accelerate replace."""
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
                 "_forward_hooks_always_called")  # fmt: skip
@@ -144,6 +144,9 @@ def count_casts(model: nn.Module) -> Counter[Any]:
 
     Args:
         model: The model, wrapped or not.
+
+    Returns:
+        The number of replaced methods by the id of the patch, and of hooks by function and arguments.
     """
     found: Counter[Any] = Counter()
     for module in model.modules():
@@ -169,33 +172,22 @@ def casts_kept_on_error(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model, wrapped or not.
     """
-    modules = [(m, _kept_attributes(m), [list(h.items()) if (h := getattr(m, n)) else () for n in _HOOK_TABLES])
-               for m in model.modules()]  # fmt: skip
+    attributes = [keep(module, *_ATTRIBUTES) for module in model.modules()]
+    tables = [getattr(module, name) for module in model.modules() for name in _HOOK_TABLES]
+    hooks = [(table, list(table.items()) if table else ()) for table in tables]
     dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
     try:
         yield
     except BaseException:
-        for module, attributes, tables in modules:
-            for name in _ATTRIBUTES:
-                vars(module).pop(name, None)
-            vars(module).update(attributes)
-            for name, items in zip(_HOOK_TABLES, tables, strict=True):
-                table = getattr(module, name)
-                table.clear()
-                table.update(items)
+        for put_back in attributes:
+            put_back()
+        for table, items in hooks:
+            table.clear()
+            table.update(items)
         for parameter, dtype in dtypes:
             if parameter.is_floating_point() and parameter.dtype.itemsize > dtype.itemsize:
                 parameter.data = parameter.data.to(dtype)
         raise
-
-
-def _kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a module that a construction may replace."""
-    attributes = vars(module)
-    kept = {name: attributes[name] for name in _ATTRIBUTES if name in attributes}
-    if RECORDS in kept:
-        kept[RECORDS] = dict(kept[RECORDS])
-    return kept
 
 
 def _own_hook(hook: Any) -> Any:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 BF16_CAPABILITY = (8, 0)
 """First CUDA compute capability whose tensor cores multiply bfloat16 (Ampere)."""
+_PRODUCT = 64
+"""Rows and columns of the matrices that `float32_spacing` multiplies, as tensor cores need them."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +120,15 @@ def float32_spacing(device: "torch.device | str") -> float:
     """
     import torch
 
-    for spacing in (2.0**-7, 2.0**-10):
+    for dtype in (torch.bfloat16, torch.float16):  # TF32 has the spacing of float16
+        spacing = torch.finfo(dtype).eps
         # Half of the spacing is rounded to an even neighbour, which is 1.
         inputs = torch.full((_PRODUCT, _PRODUCT), 1 + spacing / 2, device=device)
         with torch.autocast(inputs.device.type, enabled=False):
             product = inputs @ torch.ones_like(inputs)
         if product[0, 0].item() == _PRODUCT:
             return spacing
-    return 2.0**-23
-
-
-_PRODUCT = 64
-"""Rows and columns of the matrices that `float32_spacing` multiplies, as tensor cores need them."""
+    return torch.finfo(torch.float32).eps
 
 
 @functools.cache

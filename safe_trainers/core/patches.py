@@ -6,7 +6,7 @@ instance (a module of the user's model, the trainer's own vLLM generation) as lo
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -176,7 +176,7 @@ def replace(patch: str, owner: Any, name: str, value: Any) -> None:
     """
     _check(patch, name)
     attributes = vars(owner)
-    records = attributes.setdefault(RECORDS, {})
+    records = attributes.setdefault(_RECORDS, {})
     before = attributes.get(name, _ABSENT)
     records[name] = [_Record(patch, value, before), *_chain(owner, name, before)]
     attributes[name] = value
@@ -184,7 +184,7 @@ def replace(patch: str, owner: Any, name: str, value: Any) -> None:
 
 def has_replacements(owner: Any) -> bool:
     """Whether `replace` has replaced anything of an instance that was not restored."""
-    return RECORDS in vars(owner)
+    return _RECORDS in vars(owner)
 
 
 def replaced_by(owner: Any, name: str, kept_as: str | None = None) -> list[str]:
@@ -213,10 +213,10 @@ def restore(owner: Any, name: str, kept_as: str | None = None) -> bool:
     chain = _chain(owner, name, attributes.get(holder, _ABSENT))
     if not chain:
         return False
-    records = attributes[RECORDS]
+    records = attributes[_RECORDS]
     del records[name]
     if not records:
-        del attributes[RECORDS]
+        del attributes[_RECORDS]
     before = chain[-1].before
     if before is not _ABSENT:
         attributes[holder] = before
@@ -227,31 +227,27 @@ def restore(owner: Any, name: str, kept_as: str | None = None) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def undone(owners: Iterable[Any], *names: str) -> Iterator[None]:
-    """Undoes what `replace` replaces while the block runs; earlier replacements stay.
+def keep(owner: Any, *names: str) -> Callable[[], None]:
+    """Returns a function that restores attributes of an instance to what they are now, with their replacements.
 
     Args:
-        owners: The instances.
-        *names: The attributes.
+        owner: The instance.
+        *names: The attributes. The instance need not have them.
     """
-    kept = []
-    for owner in owners:
-        attributes = vars(owner)
-        held = {name: attributes[name] for name in names if name in attributes}
-        if RECORDS in attributes:
-            held[RECORDS] = dict(attributes[RECORDS])
-        kept.append((attributes, held))
-    try:
-        yield
-    finally:
-        for attributes, held in kept:
-            for name in (*names, RECORDS):
-                attributes.pop(name, None)
-            attributes.update(held)
+    attributes = vars(owner)
+    held = {name: attributes[name] for name in names if name in attributes}
+    if _RECORDS in attributes:
+        held[_RECORDS] = dict(attributes[_RECORDS])
+
+    def put_back() -> None:
+        for name in (*names, _RECORDS):
+            attributes.pop(name, None)
+        attributes.update(held)
+
+    return put_back
 
 
-RECORDS = "_safe_trainers_replaced"
+_RECORDS = "_safe_trainers_replaced"
 """Attribute of an instance with the records of what was replaced, by name, the last one first."""
 
 
@@ -289,7 +285,7 @@ def _check(patch: str, name: str) -> None:
 def _chain(owner: Any, name: str, value: Any) -> list[_Record]:
     """Returns the records that lead from a value of an attribute to what it was before all of them."""
     found = []
-    for record in vars(owner).get(RECORDS, {}).get(name, ()):
+    for record in vars(owner).get(_RECORDS, {}).get(name, ()):
         if record.value is value or (isinstance(value, MethodType) and record.value == value):
             found.append(record)
             value = record.before

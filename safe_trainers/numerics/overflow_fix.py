@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import PrecisionError, Problem, refuse, warn
-from ..core.patches import undone
+from ..core.patches import keep
 from ..model.inventory import bits
 from ..model.parts import find_parts, is_quantized, unwrap
 from ..model.trial_forward import undisturbed
@@ -207,19 +207,21 @@ def computing_in_float32(model: nn.Module, names: Sequence[str]) -> Iterator[Non
     packed: list[Any] = [layer for module in modules.values() for layer in module.modules() if bits(layer) == 4]
     before = [(layer, layer.compute_dtype) for layer in packed]
     held = [(parameter, parameter.data) for module in modules.values() for parameter in module.parameters()]
+    methods = [keep(module, "forward", "_old_forward") for module in modules.values()]
     try:
         DIAGNOSED.add(unwrap(model))
         decisions = fp32_modules.decide(model, modules)
-        with undone(modules.values(), "forward", "_old_forward"):
-            fp32_modules.guard(model, modules)
-            apply_casts(model, decisions)
-            yield
+        fp32_modules.guard(model, modules)
+        apply_casts(model, decisions)
+        yield
     finally:
         DIAGNOSED.discard(unwrap(model))
         for parameter, data in held:
             parameter.data = data
         for layer, dtype in before:
             compute_in(layer, dtype)
+        for put_back in methods:
+            put_back()
 
 
 def called_again(calls: Sequence[Call]) -> Rerun:
