@@ -15,9 +15,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from safe_trainers import tiny
 from safe_trainers.boundaries.cast_hooks import (
     cast_floating,
+    count_casts,
     guard_features,
+    guard_inputs,
     guard_leaves,
     release_features,
+    remove_casts,
     widen_embeddings,
 )
 from safe_trainers.model.parts import find_parts
@@ -264,3 +267,22 @@ def test_features_follow_widened_embeddings():
         assert model(**batch).logits.isfinite().all()
     output = features.pooler_output if hasattr(features, "pooler_output") else features
     assert {part.dtype for part in output} == {torch.float32}
+
+
+def test_all_casts_of_a_model_are_removed_and_other_hooks_stay():
+    model = nn.Sequential(nn.Embedding(8, 4, dtype=torch.float16), nn.Linear(4, 4, dtype=torch.float16))
+    seen = []
+    model[1].register_forward_pre_hook(lambda module, args, kwargs: seen.append(args), with_kwargs=True)
+    guard_leaves([model])
+    guard_inputs(model[1], torch.float16)
+    widen_embeddings(model[0])
+    assert count_casts(model).total() == 3
+    remove_casts(model)
+    assert not count_casts(model)
+    assert [len(module._forward_pre_hooks) for module in model] == [0, 1]
+    assert not model[0]._forward_hooks
+    assert list(model[1]._forward_pre_hooks) == list(model[1]._forward_pre_hooks_with_kwargs)
+    model(torch.arange(3))
+    assert len(seen) == 1
+    with pytest.raises(RuntimeError, match=CRASHES):
+        model[1](torch.ones(2, 4))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 import warnings
 import weakref
@@ -305,3 +306,29 @@ def test_hooks_of_users_need_not_be_hashable(tmp_path):
     model.register_forward_hook(recorder)
     build("sft", model, "bf16", tmp_path).train()
     assert recorder.seen
+
+
+def test_what_a_user_has_put_around_a_prepared_model_stays(tmp_path):
+    """Also if it copies the name of what it wraps."""
+    model, calls = load(), []
+    build("sft", model, "bf16", tmp_path).train()
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return inner(*args, **kwargs)
+
+    model.forward = counted
+    build("dpo", model, "bf16", tmp_path).train()
+    assert calls
+
+
+def test_evaluations_in_turn_leave_one_entry_of_the_model(tmp_path):
+    model = load()
+    first = build("sft", model, "bf16", tmp_path)
+    first.train()
+    second = build("sft", model, "fp32", tmp_path)
+    for trainer in (second, first, second, first):
+        evaluated(trainer, model)
+    assert [len(trainer.accelerator._models) for trainer in (first, second)] == [1, 1]
