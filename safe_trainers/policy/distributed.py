@@ -305,8 +305,8 @@ def _made_by_accelerate(model: nn.Module) -> list[Any]:
 
 
 def _is_of_accelerate(function: Any) -> bool:
-    """Whether a function is one of accelerate's; most of its wrappers have the module of what they wrap."""
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "accelerate"
+    """Whether a function is defined in accelerate; `functools.wraps` copies its `__module__` to other functions."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0] == "accelerate"
 
 
 _SHARDING = frozenset({DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM})
