@@ -111,9 +111,12 @@ def test_what_was_measured_is_what_is_promised(cost):
     assert min(number for section, number in times if section == "rollouts") >= 3  # their steps take seconds
     # Towers with float32 weights get float32 media.
     assert {value for path, value in figures.items() if path[-1] == "media" and " fp32 " not in path[1]} == {0.5}
-    halves = {path[1]: value for path, value in figures.items() if path[0] == "rollouts" and path[-1] == "step"}
-    assert halves["text grpo lora fp32 768 64 tokens"] < 0.75
-    assert halves["llava grpo lora fp32 512 32 tokens"] < 0.7
+    rollouts = {path[1]: value for path, value in figures.items() if path[0] == "rollouts" and path[-1] == "step"}
+    # How much is saved differs between CPUs; the page promises that time is saved, except for long completions.
+    saving = {name for name in rollouts if " fp32 " in name and not name.endswith(" 512 tokens")}
+    assert len(saving) == 5
+    assert all(rollouts[name] < 0.9 for name in saving)
+    assert rollouts["llava grpo lora fp32 512 32 tokens"] < 0.7
     assert {value for path, value in figures.items() if path[-1] == "drift"} == {0.0}
     assert all(value <= 1.0 for path, value in figures.items() if path[-1] == "moved")
     assert figures["import", "two trainers", "time"] <= 1.1

@@ -309,7 +309,7 @@ def test_hooks_of_users_need_not_be_hashable(tmp_path):
 
 
 def test_what_a_user_has_put_around_a_prepared_model_stays(tmp_path):
-    """Also if it copies the name of what it wraps; TRL's SFT and DPO with their fused head replace any forward pass."""
+    """Also if it copies the name of what it wraps; the fused head of TRL's SFT and DPO replaces it."""
     model, calls = load(), []
     build("sft", model, "bf16", tmp_path).train()
     inner = model.forward
