@@ -33,8 +33,6 @@ Tokens = list[list[list[list[int]]]]
 
 LEAST_ROUNDS = 4
 """Least rounds of a promise. Large differences of single tokens may be rare, and a few sequences have none."""
-SUMMARY_GROWTH = 1.1
-"""The tokens of a promise are summarized again when their number has grown by this factor."""
 
 
 class Forced(LogitsProcessor):
@@ -208,41 +206,31 @@ class Bench:
         return summarize(pairs, seconds)
 
     def promise(
-        self,
-        names: Iterable[str],
-        seed: int,
-        enough: Callable[[Figures], bool],
-        more: Callable[[int], bool],
-        size: int,
+        self, names: Iterable[str], seed: int, enough: Callable[[Figures], bool], most: int, size: int
     ) -> Figures:
         """Measures tokens that the set samples itself, in rounds; batches occur again when all were measured.
 
         Args:
             names: The modules that compute in float32.
             seed: The seed of sampling.
-            enough: Whether the figures so far suffice. It is asked after numbers of rounds that grow by
-                `SUMMARY_GROWTH`, since a summary reads all tokens.
-            more: Whether there may be another round after this number of rounds.
+            enough: Whether the figures so far suffice.
+            most: The largest number of rounds.
             size: Batches of a round.
         """
         pairs, seconds, prompts = [], 0.0, []
         numbers = cycle(range(len(self.batches)))
         first = [sum(map(len, self.batches[:number])) for number in range(len(self.batches))]
-        rounds, due = 0, LEAST_ROUNDS
-        while True:
+        for number in range(most):
             chosen = list(islice(numbers, size))
             batches = [self.batches[index] for index in chosen]
-            for trainer, sampler, mask, spent, _ in self._run(names, None, seed + 100 * rounds, batches):
+            for trainer, sampler, mask, spent, _ in self._run(names, None, seed + 100 * number, batches):
                 pairs.append((trainer, sampler, mask))
                 seconds += spent
             prompts += [first[index] + row for index in chosen for row in range(len(self.batches[index]))]
-            rounds += 1
-            last = not more(rounds)
-            if last or rounds >= due:
-                figures = summarize(pairs, seconds, prompts)
-                if last or enough(figures):
-                    return figures
-                due = max(rounds + 1, int(SUMMARY_GROWTH * rounds))
+            figures = summarize(pairs, seconds, prompts)
+            if number + 1 >= LEAST_ROUNDS and enough(figures):
+                break
+        return figures
 
     def gradients(self, names: Iterable[str], tokens: Tokens, scale: float) -> list[torch.Tensor]:
         """Computes the gradients of the mean negative log-probability of the first batch.

@@ -48,12 +48,11 @@ HELD_OUT = 16
 """The promise has up to this many times the prompts of the search; sequences of one prompt are not independent."""
 SELECTION = 4
 """The finalists are measured on this many times the sequences of the search."""
-RELATIVE_ERROR = 0.035
+RELATIVE_ERROR = 0.025
 """The promise is measured until its standard error is this share of it."""
 ABSOLUTE_ERROR = 2e-7
 """A standard error in nats that suffices for any promise: about the rounding of float32."""
-MOST_ROUNDS = 600
-"""If few tokens carry the mismatch, hundreds of rounds are needed."""
+MOST_ROUNDS = 60
 SEED, SELECTION_SEED = 11, 500
 REPORTED = 5.0
 """Seconds between two lines of progress."""
@@ -331,13 +330,10 @@ class _Tuner:
         bench = Bench(self._bench.trainer, self._held_out)
 
         def enough(figures: Figures) -> bool:
-            return figures.error <= max(RELATIVE_ERROR * figures.mean, ABSOLUTE_ERROR)
+            exact = figures.error <= max(RELATIVE_ERROR * figures.mean, ABSOLUTE_ERROR)
+            return exact or time.monotonic() - self._begun > self._plan.time_limit
 
-        def more(rounds: int) -> bool:
-            self._tell(f"{rounds} rounds of the promise")
-            return rounds < self._plan.rounds and time.monotonic() - self._begun <= self._plan.time_limit
-
-        return bench.promise(names, SEED + 1000, enough, more, len(self._bench.batches))
+        return bench.promise(names, SEED + 1000, enough, self._plan.rounds, len(self._bench.batches))
 
     def _tighten(self, outcome: _Outcome, target: float, found: float) -> bool:
         """Searches again with a smaller target; returns whether there is time and another set."""

@@ -371,22 +371,6 @@ def test_the_lines_give_the_promised_mismatch(tmp_path, builder):
     assert resumed.best == found.best
 
 
-def test_a_promise_is_summarized_at_growing_intervals(builder):
-    """A summary reads all tokens, and rare large differences need hundreds of rounds."""
-    bench, asked = bench_of(builder, max_completion_length=2), []
-
-    def exact_after(sequences):
-        return lambda figures: asked.append(figures.sequences // 12) or figures.sequences >= sequences
-
-    last = bench.promise(NOTHING, 0, exact_after(math.inf), lambda rounds: rounds < 39, 1)
-    assert asked == [*range(4, 20), 20, 22, 24, 26, 28, 30, 33, 36]
-    assert last.sequences == 39 * 12
-    asked.clear()
-    assert bench.promise(NOTHING, 0, exact_after(60), lambda rounds: True, 1).sequences == 60
-    assert asked == [4, 5]
-    assert bench.promise(NOTHING, 0, exact_after(0), lambda rounds: False, 1).sequences == 12
-
-
 def test_a_set_that_was_best_by_chance_is_not_chosen(builder, monkeypatch):
     builder.model = text_model(2)
     lucky = frozenset(find_modules(builder.model, ["layers.1.self_attn"]))
