@@ -10,9 +10,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..core.errors import RecipeError
@@ -33,6 +34,8 @@ Tokens = list[list[list[list[int]]]]
 
 LEAST_ROUNDS = 4
 """Least rounds of a promise. Large differences of single tokens may be rare, and a few sequences have none."""
+SUMMARY_GROWTH = 1.1
+"""The tokens of a promise are summarized again when their number has grown by this factor."""
 
 
 class Forced(LogitsProcessor):
@@ -166,16 +169,17 @@ class Bench:
 
     Args:
         trainer: An instance of a class that `measured` has made.
-        batches: The rows of each batch, as the trainer's dataloader returns them.
+        batches: The rows of each batch, as the trainer's dataloader returns them. No batch has more rows than the
+            first.
     """
 
     def __init__(self, trainer: Any, batches: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        self.trainer, self.batches = trainer, [[dict(row) for row in rows] for rows in batches]
+        self.trainer, self.batches = trainer, batches
         self._probe: RolloutProbe = trainer._run.feature(RolloutProbe)
         trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.eval()  # dropout would differ between the two sides
         # The rows are prompts of their own; their advantages are not used.
-        trainer.num_generations = trainer.num_generations_eval = max(len(rows) for rows in self.batches)
+        trainer.num_generations = trainer.num_generations_eval = len(batches[0])
 
     @property
     def model(self) -> Any:
@@ -206,31 +210,43 @@ class Bench:
         return summarize(pairs, seconds)
 
     def promise(
-        self, names: Iterable[str], seed: int, enough: Callable[[Figures], bool], most: int, size: int
+        self,
+        names: Iterable[str],
+        seed: int,
+        enough: Callable[[Figures], bool],
+        more: Callable[[int], bool],
+        size: int,
     ) -> Figures:
         """Measures tokens that the set samples itself, in rounds; batches occur again when all were measured.
 
         Args:
             names: The modules that compute in float32.
             seed: The seed of sampling.
-            enough: Whether the figures so far suffice.
-            most: The largest number of rounds.
+            enough: Whether the figures so far suffice. It is asked after numbers of rounds that grow by
+                `SUMMARY_GROWTH`, since a summary reads all tokens.
+            more: Whether there may be another round after this number of rounds.
             size: Batches of a round.
         """
         pairs, seconds, prompts = [], 0.0, []
         numbers = cycle(range(len(self.batches)))
-        first = [sum(map(len, self.batches[:number])) for number in range(len(self.batches))]
-        for number in range(most):
+        rows = len(self.batches[0])
+        rounds, due = 0, LEAST_ROUNDS
+        while True:
             chosen = list(islice(numbers, size))
             batches = [self.batches[index] for index in chosen]
-            for trainer, sampler, mask, spent, _ in self._run(names, None, seed + 100 * number, batches):
+            for trainer, sampler, mask, spent, _ in self._run(names, None, seed + 100 * rounds, batches):
                 pairs.append((trainer, sampler, mask))
                 seconds += spent
-            prompts += [first[index] + row for index in chosen for row in range(len(self.batches[index]))]
-            figures = summarize(pairs, seconds, prompts)
-            if number + 1 >= LEAST_ROUNDS and enough(figures):
-                break
-        return figures
+            prompts += [
+                rows * index + row for index, batch in zip(chosen, batches, strict=True) for row in range(len(batch))
+            ]
+            rounds += 1
+            last = not more(rounds)
+            if last or rounds >= due:
+                figures = summarize(pairs, seconds, prompts)
+                if last or enough(figures):
+                    return figures
+                due = max(rounds + 1, int(SUMMARY_GROWTH * rounds))
 
     def gradients(self, names: Iterable[str], tokens: Tokens, scale: float) -> list[torch.Tensor]:
         """Computes the gradients of the mean negative log-probability of the first batch.
@@ -254,7 +270,7 @@ class Bench:
         return [gradient for gradient in found if gradient is not None]
 
     def _run(
-        self, names: Iterable[str], tokens: Tokens | None, seed: int, batches: Sequence[Sequence[dict[str, Any]]]
+        self, names: Iterable[str], tokens: Tokens | None, seed: int, batches: Sequence[Sequence[Mapping[str, Any]]]
     ) -> Iterator[tuple[Any, ...]]:
         names = tuple(names)
         for number, rows in enumerate(batches):
@@ -274,7 +290,7 @@ class Bench:
                 raise RuntimeError("the log-probabilities of sampler and trainer cannot be matched")
             yield scored, sampler, sampled_mask(batch), spent, [turn.tokens.tolist() for turn in turns]
 
-    def _batch(self, names: Iterable[str], forced: Any, rows: Sequence[dict[str, Any]], seed: int) -> Any:
+    def _batch(self, names: Iterable[str], forced: Any, rows: Sequence[Mapping[str, Any]], seed: int) -> Any:
         device = self.trainer.accelerator.device
         devices = [device] if device.type not in {"cpu", "meta"} else []
         self._probe.begin(len(rows), forced)
@@ -304,11 +320,42 @@ class Bench:
         return time.perf_counter()
 
 
-def batches_of(dataset: Iterable[Mapping[str, Any]], size: int, sequences: int, skip: int = 0) -> list[list[Any]]:
+class RowBatches(Sequence[list[Any]]):
+    """Batches of rows of a dataset, which are read when they are used: images of many prompts fill the memory.
+
+    Args:
+        dataset: The dataset, which has a length and reads a row by its number.
+        size: Rows of a batch; the last one may have fewer.
+        rows: The numbers of the rows.
+    """
+
+    def __init__(self, dataset: Any, size: int, rows: range) -> None:
+        self._dataset, self._size, self._rows = dataset, size, rows
+
+    def __len__(self) -> int:
+        """Returns the number of batches."""
+        return math.ceil(len(self._rows) / self._size)
+
+    @overload
+    def __getitem__(self, index: int) -> list[Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "RowBatches": ...
+
+    def __getitem__(self, index: int | slice) -> "list[Any] | RowBatches":
+        """Returns the rows of a batch, or some of the batches."""
+        if isinstance(index, slice):
+            first, last, _ = index.indices(len(self))
+            return RowBatches(self._dataset, self._size, self._rows[first * self._size : last * self._size])
+        first = range(len(self))[index] * self._size
+        return [self._dataset[row] for row in self._rows[first : first + self._size]]
+
+
+def batches_of(dataset: Any, size: int, sequences: int, skip: int = 0) -> RowBatches:
     """Takes batches of rows from a dataset.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset. If it is read only in order, the rows are kept in memory.
         size: Rows of a batch.
         sequences: The least number of rows; the last batch is full unless the dataset ends.
         skip: Number of rows at the beginning that are left out.
@@ -316,11 +363,7 @@ def batches_of(dataset: Iterable[Mapping[str, Any]], size: int, sequences: int, 
     Returns:
         The batches; empty if the dataset has no more than `skip` rows.
     """
-    count = math.ceil(sequences / size) * size
-    rows: list[Any] = []
-    for number, row in enumerate(dataset):
-        if number >= skip + count:
-            break
-        if number >= skip:
-            rows.append(row)
-    return [rows[first : first + size] for first in range(0, len(rows), size)]
+    last = skip + math.ceil(sequences / size) * size
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        dataset = list(islice(dataset, last))
+    return RowBatches(dataset, size, range(skip, max(skip, min(last, len(dataset)))))

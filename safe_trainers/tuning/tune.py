@@ -44,15 +44,16 @@ SELECTION_TIME = 0.8
 """Share of the time limit until the end of the selection; the rest is for the promise."""
 FINALISTS = 5
 """Number of sets that are measured again before one is chosen, beside the fixed rules."""
-HELD_OUT = 16
+HELD_OUT = 64
 """The promise has up to this many times the prompts of the search; sequences of one prompt are not independent."""
 SELECTION = 4
 """The finalists are measured on this many times the sequences of the search."""
-RELATIVE_ERROR = 0.025
+RELATIVE_ERROR = 0.04
 """The promise is measured until its standard error is this share of it."""
 ABSOLUTE_ERROR = 2e-7
 """A standard error in nats that suffices for any promise: about the rounding of float32."""
-MOST_ROUNDS = 60
+MOST_ROUNDS = 600
+"""If few tokens carry the mismatch, hundreds of rounds are needed."""
 SEED, SELECTION_SEED = 11, 500
 REPORTED = 5.0
 """Seconds between two lines of progress."""
@@ -123,7 +124,7 @@ class _Tuner:
         self._notes: list[str] = []
         self._outcomes: list[_Outcome] = []
         self._bench: Bench | None = None  # that of the last precision
-        self._held_out: list[list[Any]] = []
+        self._held_out: Sequence[list[Any]] = []
         self._fresh: list[list[Any]] = []  # the batches of the selection
         self._last = ""  # the precision of the bench
 
@@ -171,9 +172,9 @@ class _Tuner:
         size = trainer.args.per_device_train_batch_size
         count = math.ceil(self._plan.sequences / size)
         every = batches_of(trainer.train_dataset, size, (1 + SELECTION + HELD_OUT) * count * size)
-        batches, unseen, again = every[:count], every[count:], SELECTION * count
+        batches, unseen, again = list(every[:count]), every[count:], SELECTION * count
         # For a small dataset, the selection takes other samples of the prompts of the search.
-        self._fresh = unseen[:again] if len(unseen) > again else list(islice(cycle(batches), again))
+        self._fresh = list(unseen[:again] if len(unseen) > again else islice(cycle(batches), again))
         self._held_out = unseen[again:] if len(unseen) > again else unseen
         if not self._held_out:
             raise RecipeError(
@@ -330,10 +331,13 @@ class _Tuner:
         bench = Bench(self._bench.trainer, self._held_out)
 
         def enough(figures: Figures) -> bool:
-            exact = figures.error <= max(RELATIVE_ERROR * figures.mean, ABSOLUTE_ERROR)
-            return exact or time.monotonic() - self._begun > self._plan.time_limit
+            return figures.error <= max(RELATIVE_ERROR * figures.mean, ABSOLUTE_ERROR)
 
-        return bench.promise(names, SEED + 1000, enough, self._plan.rounds, len(self._bench.batches))
+        def more(rounds: int) -> bool:
+            self._tell(f"{rounds} rounds of the promise")
+            return rounds < self._plan.rounds and time.monotonic() - self._begun <= self._plan.time_limit
+
+        return bench.promise(names, SEED + 1000, enough, more, len(self._bench.batches))
 
     def _tighten(self, outcome: _Outcome, target: float, found: float) -> bool:
         """Searches again with a smaller target; returns whether there is time and another set."""

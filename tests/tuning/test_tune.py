@@ -371,6 +371,22 @@ def test_the_lines_give_the_promised_mismatch(tmp_path, builder):
     assert resumed.best == found.best
 
 
+def test_a_promise_is_summarized_at_growing_intervals(builder):
+    """A summary reads all tokens, and rare large differences need hundreds of rounds."""
+    bench, asked = bench_of(builder, max_completion_length=2), []
+
+    def exact_after(sequences):
+        return lambda figures: asked.append(figures.sequences // 12) or figures.sequences >= sequences
+
+    last = bench.promise(NOTHING, 0, exact_after(math.inf), lambda rounds: rounds < 39, 1)
+    assert asked == [*range(4, 20), 20, 22, 24, 26, 28, 30, 33, 36]
+    assert last.sequences == 39 * 12
+    asked.clear()
+    assert bench.promise(NOTHING, 0, exact_after(60), lambda rounds: True, 1).sequences == 60
+    assert asked == [4, 5]
+    assert bench.promise(NOTHING, 0, exact_after(0), lambda rounds: False, 1).sequences == 12
+
+
 def test_a_set_that_was_best_by_chance_is_not_chosen(builder, monkeypatch):
     builder.model = text_model(2)
     lucky = frozenset(find_modules(builder.model, ["layers.1.self_attn"]))
@@ -610,4 +626,31 @@ def test_rows_are_batched_without_overlap():
     rows = Dataset.from_dict({"n": list(range(10))})
     assert [[row["n"] for row in batch] for batch in batches_of(rows, 3, 5)] == [[0, 1, 2], [3, 4, 5]]
     assert [[row["n"] for row in batch] for batch in batches_of(rows, 3, 5, skip=6)] == [[6, 7, 8], [9]]
+    assert len(batches_of(rows, 3, 5, skip=10)) == len(batches_of(rows, 3, 5, skip=11)) == 0
+    assert list(batches_of(rows.to_iterable_dataset(), 3, 5, skip=6)) == list(batches_of(rows, 3, 5, skip=6))
+
+
+def test_rows_of_held_out_prompts_are_read_when_they_are_used():
+    """Thousands of decoded images do not fit into memory."""
+    read = []
+
+    class Images:
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, row):
+            read.append(row)
+            return {"n": row}
+
+    batches = batches_of(Images(), 4, 80)[2:][1:]
+    assert len(batches) == 17
+    assert read == []
+    assert batches[-1] == [{"n": row} for row in (76, 77, 78, 79)]
+    assert batches[0] == [{"n": row} for row in (12, 13, 14, 15)]
+    assert read == [76, 77, 78, 79, 12, 13, 14, 15]
+    with pytest.raises(IndexError):
+        batches[17]
+
+
+def test_a_tied_head_has_its_own_name():
     assert head_name(text_model(1)) == "lm_head"
