@@ -40,8 +40,8 @@ class Task:
 TASKS: Mapping[str, Task] = {
     "grpo": Task("GRPO", PROMPTS),
     "rloo": Task("RLOO", PROMPTS),
-    "sft": Task("SFT", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))),
-    "reward": Task("Reward", PREFERENCES, trains="a reward model"),
+    "sft": Task("SFT", (("messages",), ("conversations",), ("prompt", "completion"), ("text",), ("input_ids",))),
+    "reward": Task("Reward", (*PREFERENCES, ("chosen_ids", "rejected_ids")), trains="a reward model"),
     "dpo": Task("DPO", PREFERENCES),
     "kto": Task("KTO", (("prompt", "completion", "label"), *PREFERENCES), since="1.8"),
     "distillation": Task("Distillation", PROMPTS, trains="a student of a teacher", since="1.10"),

@@ -6,7 +6,8 @@ Plain values: neither torch nor TRL is imported here.
 import csv
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.errors import Fix, Problem, nearest
@@ -65,7 +66,9 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
 
 
-def missing_columns(task: str, name: str, columns: Sequence[str], needs_images: bool) -> Problem | None:
+def missing_columns(
+    task: str, name: str, columns: Sequence[str], needs_images: bool, text_field: str = "text"
+) -> Problem | None:
     """The problem of a dataset without the columns that a recipe needs.
 
     Args:
@@ -73,12 +76,14 @@ def missing_columns(task: str, name: str, columns: Sequence[str], needs_images: 
         name: The dataset's name.
         columns: Its columns; empty for a stream that does not tell.
         needs_images: Whether the recipe needs images.
+        text_field: The column that holds the text of SFT, `dataset_text_field`.
 
     Returns:
         The problem, with the columns that are there; `None` if none is missing.
     """
-    if columns and not any(set(group) <= set(columns) for group in TASKS[task].columns):
-        wanted = ", or ".join(" and ".join(group) for group in TASKS[task].columns)
+    groups = [[text_field if column == "text" else column for column in group] for group in TASKS[task].columns]
+    if columns and not any(set(group) <= set(columns) for group in groups):
+        wanted = ", or ".join(" and ".join(group) for group in groups)
         return Problem(f"dataset {name} has the columns {', '.join(columns)}; {task} needs {wanted}")
     if not needs_images or IMAGES & set(columns):
         return None
@@ -94,6 +99,11 @@ MAX_BYTES = 2**20
 
 
 _TEXT = {".json", ".jsonl", ".csv", ".tsv"}
+_SPACE = re.compile(r"\s*")
+
+
+_FILE_NAME = re.compile(r"(?:(?P<prefix>.+)_)?file_name(?P<several>s?)")
+"""A column of the metadata of a folder of images that names files; the dataset has their images instead."""
 
 
 def local_columns(path: Path, split: str = "train") -> list[str] | None:
@@ -101,25 +111,33 @@ def local_columns(path: Path, split: str = "train") -> list[str] | None:
 
     Args:
         path: A file, or a folder of them as `datasets.load_dataset` reads it.
-        split: The split to prefer, which is part of a file's name or of its folder's.
+        split: The split to prefer, which is a word of a file's name or of its folder's.
 
     Returns:
-        The columns; `None` if neither a text file nor a Parquet footer lists them.
+        The columns; `None` if neither a text file nor a Parquet footer lists them, or if the folder says itself which
+        files belong to which split (`configs` in its README.md).
     """
-    for file in _candidates(path, split):
+    if os.path.isfile(path):
+        return _columns(path)
+    if os.path.isfile(path / "README.md"):
+        return None
+    names = sorted(p for p in path.rglob("*") if p.suffix in {*_TEXT, ".parquet"} and not _hidden(p, path))
+    word = re.compile(rf"(?:^|[-._ 0-9/]){re.escape(split)}(?:[-._ 0-9/]|$)")
+    named = [p for p in names if word.search(p.relative_to(path).as_posix().lower())]
+    for file in (named or names)[:1]:
         columns = _columns(file)
-        if columns is not None:
-            return columns
+        if columns is not None and file.stem == "metadata":
+            columns = [_of_images(column) for column in columns]
+        return columns
     return None
 
 
-def _candidates(path: Path, split: str) -> Iterator[Path]:
-    if os.path.isfile(path):
-        yield path
-        return
-    names = sorted(p for p in path.rglob("*") if p.suffix in {*_TEXT, ".parquet"} and not _hidden(p, path))
-    named = [p for p in names if split in p.relative_to(path).as_posix().lower()]
-    yield from (named or names)[:1]
+def _of_images(column: str) -> str:
+    """The column of a folder of images that `datasets` makes of a column of its metadata."""
+    found = _FILE_NAME.fullmatch(column)
+    if found is None:
+        return column
+    return found["prefix"] or ("images" if found["several"] else "image")
 
 
 def _hidden(file: Path, root: Path) -> bool:
@@ -141,13 +159,31 @@ def _columns(file: Path) -> list[str] | None:
             return next(csv.reader(text.splitlines(), delimiter="\t" if file.suffix == ".tsv" else ","), None)
     except (OSError, ValueError, csv.Error):
         return None
-    try:
-        first, _ = json.JSONDecoder().raw_decode(text.lstrip())
-    except (ValueError, RecursionError):
-        first = None
-    if isinstance(first, list):
-        first = first[0] if first else None
-    return list(first) if isinstance(first, dict) else None
+    return _keys(text)
+
+
+def _keys(text: str) -> list[str] | None:
+    """The keys of all rows of JSON lines, or of the first row of a JSON list; a cut last row is left out."""
+    decoder, found = json.JSONDecoder(), dict[str, None]()
+    position, rows = _after_space(text, 0), 0
+    while position < len(text):
+        try:
+            row, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            break
+        if isinstance(row, list):
+            row = row[0] if row else None
+        if not isinstance(row, dict):
+            return None
+        found |= dict.fromkeys(row)
+        position, rows = _after_space(text, position), rows + 1
+    return list(found) if rows else None
+
+
+def _after_space(text: str, position: int) -> int:
+    """The position of the next character that is not white space."""
+    match = _SPACE.match(text, position)
+    return position if match is None else match.end()
 
 
 def _parquet(file: Path) -> list[str] | None:

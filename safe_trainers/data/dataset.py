@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import Fix, Place, Problem, RecipeError, hint, nearest, write
+from ..core.errors import Fix, Place, Problem, RecipeError, hint, nearest, write, write_example
 from .checks import RANGES, contradictions, no_prompt, out_of_range
-from .images import MODES, as_list, encoded_feature, finish_image, holds_images, open_image
+from .images import MODES, as_list, encoded_feature, finish_image, holds_images, may_hold_images, open_image
 
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class DatasetArguments:
     Attributes:
         dataset_columns: `{ours: theirs}`: the columns that the run needs, and their names in the dataset; all others
             are left out. Text in `prompt`, `completion`, `chosen` and `rejected` becomes a conversation; `image` or
-            `images` holds an image or a list of images. Unset: all columns, unchanged.
+            `images` holds an image or a list of images. Unset: all columns; text stays text unless the dataset has
+            images, or `prompt_template` or `system_prompt` is set.
         dataset_filter: `{column: value}` or `{column: [value, ...]}`: rows with other values are left out.
         dataset_limit: The number of rows to use, from the first that the filters keep.
         system_prompt: The system message of each conversation that has none.
@@ -117,7 +118,7 @@ def prepare_dataset(dataset: Any, arguments: DatasetArguments, name: str, *, nee
         RecipeError: For columns that are missing or hold no images, for rows without an image, and if no row is left.
             Images that cannot be read are refused when they are opened: by the size filter, or with their row.
     """
-    if not arguments.asks_for_anything:
+    if not (arguments.asks_for_anything or needs_images):
         return dataset
     plan = _plan(dataset, arguments, name, needs_images)
     return _streamed(dataset, plan) if _is_stream(dataset) else _mapped(dataset, plan)
@@ -141,6 +142,13 @@ class _Plan:
     images: str | None
     needs_images: bool
 
+    @property
+    def converses(self) -> bool:
+        """Whether text becomes a conversation; a limit or a filter alone changes no text."""
+        keys = self.arguments
+        asked = (keys.dataset_columns, keys.prompt_template, keys.system_prompt, self.images)
+        return any(value is not None for value in asked)
+
     def keeps(self, row: Mapping[str, Any], where: str) -> bool:
         """Whether the filters keep a row; its images are opened only if a size is asked for."""
         wanted: Mapping[str, Any] = self.arguments.dataset_filter or {}  # type: ignore[assignment]
@@ -162,14 +170,24 @@ class _Plan:
     def _text(self, ours: str, theirs: str, row: Mapping[str, Any], count: int | None, where: str) -> Any:
         value = row[theirs]
         if ours == "prompt" and self.arguments.prompt_template is not None:
-            value = _fill(self.arguments.prompt_template, {**row, **{o: row[t] for o, t in self.columns.items()}})
+            given = {**row, **{o: row[t] for o, t in self.columns.items()}}
+            value = _fill(self.arguments.prompt_template, given, where)
+        if not self.converses:
+            return value
         if ours in ROLES and value is None:
             raise RecipeError(f"{where}: column {theirs!r}, which is the {ours}, is empty")
         if ours in ROLES and isinstance(value, str):
-            content = _content(value, count, where) if ours == "prompt" and count is not None else value
-            value = [{"role": ROLES[ours], "content": content}]
-        begins = ours in OPENING and (ours in ("prompt", "messages") or "prompt" not in self.columns)
-        return _with_system(value, self.arguments.system_prompt) if begins and isinstance(value, list) else value
+            value = [{"role": ROLES[ours], "content": value}]
+        if not self.begins(ours) or not isinstance(value, list):
+            return value
+        messages = _with_roles(ours, value)
+        if count is not None:
+            messages = _in_parts(messages, count, where)
+        return _with_system(messages, self.arguments.system_prompt)
+
+    def begins(self, ours: str) -> bool:
+        """Whether a column of ours begins a conversation."""
+        return ours in OPENING and (ours in ("prompt", "messages") or "prompt" not in self.columns)
 
     def check_count(self, count: int | None, where: str) -> None:
         """Refuses a row without an image if the recipe needs images."""
@@ -233,12 +251,16 @@ def _plan(dataset: Any, arguments: DatasetArguments, name: str, needs_images: bo
     ]
     if arguments.prompt_template is not None and "prompt" not in asked:
         missing.append(no_prompt(asked))
-    images = next((asked[key] for key in IMAGE_KEYS if key in asked), None)
     features = getattr(dataset, "features", None) or {}
-    if images in features and not holds_images(features[images]):
+    named = [asked[key] for key in IMAGE_KEYS if key in asked]
+    if not arguments.dataset_columns:  # a column of another kind may have this name
+        named = [column for column in named if column not in features or holds_images(features[column])]
+    images = next(iter(named), None)
+    if images in features and not may_hold_images(features[images]):
         others = [column for column in features if holds_images(features[column])]
-        near = others[0] if others else None
-        missing.append(Problem(f"column {images!r} of dataset {name} does not hold images{hint(near)}"))
+        fix = write(dataset_columns={**asked, IMAGES: others[0]}) if others else None
+        missing.append(Problem(f"column {images!r} of dataset {name} does not hold images", fix=fix))
+    missing += _without_effect(arguments, name, features, asked)
     image_keys = [key for key in vars(arguments) if key.startswith("image_") and getattr(arguments, key) is not None]
     if images is None and (image_keys or needs_images) and arguments.dataset_columns:
         why = image_keys[0] if image_keys else "needs_images"
@@ -248,8 +270,25 @@ def _plan(dataset: Any, arguments: DatasetArguments, name: str, needs_images: bo
         )
     if missing:
         raise RecipeError(missing)
-    columns = {ours: theirs for ours, theirs in asked.items() if ours not in IMAGE_KEYS}
+    columns = {ours: theirs for ours, theirs in asked.items() if ours not in IMAGE_KEYS or theirs not in named}
     return _Plan(name, arguments, columns, images, needs_images and images is not None)
+
+
+def _without_effect(
+    arguments: DatasetArguments, name: str, features: Mapping[str, Any], asked: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Yields the problems of keys that would change no row, or leave out all rows, without a message."""
+    if arguments.system_prompt is not None and not set(OPENING) & set(asked):
+        what = f"system_prompt is for conversations, and dataset {name} has none in the columns {', '.join(asked)}"
+        column = next((column for column in ("conversations", *asked) if column in asked), "COLUMN")
+        yield Problem(what, fix=write_example(dataset_columns={"messages": column}))
+    for column, value in (arguments.dataset_filter or {}).items():  # type: ignore[union-attr]
+        values = value if isinstance(value, list) else [value]
+        strange = [one for one in values if isinstance(one, bool)]
+        if strange and "string" in str(getattr(features.get(column), "dtype", "")):
+            what = f"column {column!r} of dataset {name} holds strings, and YAML reads {strange[0]} as true or false"
+            quoted = [("yes" if one else "no") if isinstance(one, bool) else one for one in values]
+            yield Problem(what, fix=write_example(dataset_filter={column: quoted}))
 
 
 def _mapped(dataset: Any, plan: _Plan) -> Any:
@@ -295,14 +334,15 @@ def _kept(dataset: Any, plan: _Plan) -> Sequence[int]:
 
 def _strings_change(dataset: Any, plan: _Plan) -> bool:
     """Whether any text changes; a dataset whose columns are only renamed is not written again."""
+    from datasets import Value
+
     if plan.arguments.prompt_template is not None or plan.arguments.system_prompt is not None:
         return True
     if len(set(plan.columns.values())) < len(plan.columns):
         return True
-    text = [
-        ours for ours, theirs in plan.columns.items() if getattr(dataset.features[theirs], "dtype", "") == "string"
-    ]
-    return bool(set(text) & set(ROLES))
+    text = {ours for ours, theirs in plan.columns.items() if isinstance(dataset.features[theirs], Value)}
+    opened = plan.images is not None and any(map(plan.begins, plan.columns))
+    return plan.converses and (bool(text & set(ROLES)) or opened)
 
 
 def _streamed(dataset: Any, plan: _Plan) -> Any:
@@ -352,25 +392,53 @@ def _mapping(name: str, value: Any, example: dict[str, Any]) -> dict[str, Any] |
     return made or None
 
 
-def _fill(template: str, row: Mapping[str, Any]) -> str:
+def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
     """The template with the row's values; names in braces are looked up, and nothing is evaluated."""
-    return _FIELD.sub(lambda match: match[1] or str(row[match[2]]), template)
+
+    def value(match: re.Match[str]) -> str:
+        if match[1]:
+            return match[1]
+        found = row[match[2]]
+        if not isinstance(found, (str, int, float)):
+            kind = "empty" if found is None else f"a {type(found).__name__}, and not text or a number"
+            raise RecipeError(f"{where}: column {match[2]!r}, which prompt_template writes, is {kind}")
+        return str(found)
+
+    return _FIELD.sub(value, template)
 
 
-def _content(text: str, count: int, where: str) -> list[dict[str, str | None]]:
-    """A message with parts of text and images, as chat templates of processors read it."""
-    pieces = text.split(PLACEHOLDER)
-    if len(pieces) == 1:
-        pieces = [""] * count + pieces
-    if len(pieces) - 1 != count:
-        raise RecipeError(
-            f"{where}: the text has {len(pieces) - 1} times {PLACEHOLDER!r}, but the row has {count} images"
-        )
-    parts: list[dict[str, str | None]] = []
-    for index, piece in enumerate(pieces):
-        parts += [{"type": "image", "text": None}] if index else []
-        parts += [{"type": "text", "text": piece}] if piece.strip() or len(pieces) == 1 else []
-    return parts
+def _with_roles(column: str, messages: list[Any]) -> list[Any]:
+    """Messages with `role` and `content`; TRL's trainers read `from` and `value` as these."""
+    if not any(isinstance(message, dict) and "from" in message for message in messages):
+        return messages
+    from trl import maybe_convert_to_chatml
+
+    converted: list[Any] = maybe_convert_to_chatml({column: [dict(message) for message in messages]})[column]
+    return converted
+
+
+def _in_parts(messages: list[dict[str, Any]], count: int, where: str) -> list[dict[str, Any]]:
+    """Messages whose contents are parts of text and images, as chat templates of processors read them."""
+    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    marks = sum(text.count(PLACEHOLDER) for text in texts)
+    lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    placed = sum(part.get("type") == "image" for parts in lists for part in parts)
+    if marks and marks + placed != count:
+        raise RecipeError(f"{where}: the text has {marks} times {PLACEHOLDER!r}, but the row has {count} images")
+    first = None if marks or placed else next((m for m in messages if m.get("role") == "user"), None)
+
+    def content(message: dict[str, Any]) -> Any:
+        text = message.get("content")
+        if not isinstance(text, str):
+            return text
+        pieces = [""] * count + [text] if message is first else text.split(PLACEHOLDER)
+        parts: list[dict[str, str | None]] = []
+        for index, piece in enumerate(pieces):
+            parts += [{"type": "image", "text": None}] if index else []
+            parts += [{"type": "text", "text": piece}] if piece.strip() or len(pieces) == 1 else []
+        return parts
+
+    return [{**message, "content": content(message)} for message in messages]
 
 
 def _with_system(messages: list[dict[str, Any]], text: str | None) -> list[dict[str, Any]]:

@@ -113,18 +113,38 @@ def holds_images(feature: Any) -> bool:
     """
     from datasets import Image as ImageFeature
 
-    inner = getattr(feature, "feature", feature[0] if isinstance(feature, Sequence) and feature else feature)
-    return isinstance(inner, ImageFeature)
+    return isinstance(_item(feature), ImageFeature)
+
+
+def may_hold_images(feature: Any) -> bool:
+    """Whether values of a feature can be opened as images: images, encoded bytes, paths, or lists of them.
+
+    Args:
+        feature: A feature of `datasets`.
+    """
+    from datasets import Value
+
+    item = _item(feature)
+    if isinstance(item, Value):
+        return item.dtype in {"string", "large_string", "binary", "large_binary"}
+    return holds_images(feature) or (isinstance(item, Mapping) and bool({"bytes", "path"} & set(item)))
 
 
 def encoded_feature(feature: Any) -> Any:
-    """The same feature, whose images stay encoded.
+    """The feature of the same values as images that stay encoded.
 
     Args:
-        feature: A feature with images.
+        feature: A feature for which `may_hold_images` is true.
     """
     from datasets import Image as ImageFeature
     from datasets import List
 
     encoded = ImageFeature(decode=False)
-    return encoded if isinstance(feature, ImageFeature) else List(encoded)
+    return encoded if _item(feature) is feature else List(encoded)
+
+
+def _item(feature: Any) -> Any:
+    """The feature of the items of a list; any other feature itself."""
+    if isinstance(feature, Sequence) and not isinstance(feature, str) and feature:
+        return feature[0]
+    return getattr(feature, "feature", feature)

@@ -132,6 +132,8 @@ def check_columns(recipe: Recipe, columns: Sequence[str]) -> None:
     Raises:
         RecipeError: With the columns that are there.
     """
-    wrong = missing_columns(recipe.task, str(recipe.script.dataset_name), columns, recipe.extra.needs_images)
+    text_field = getattr(recipe.training, "dataset_text_field", None) or "text"
+    name, images = str(recipe.script.dataset_name), recipe.extra.needs_images
+    wrong = missing_columns(recipe.task, name, columns, images, text_field)
     if wrong is not None:
         raise RecipeError(wrong)

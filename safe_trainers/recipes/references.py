@@ -125,6 +125,10 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
             what = "dataset_name is missing: a folder, a file, a name on the hub, or an embedded dataset"
             yield settings.error(key, what, write_example(dataset_name="tiny:shapes"))
         return
+    if settings["datasets"]:
+        what = f"datasets and dataset_name ({name}) both name the data of the run"
+        yield settings.error(key, what, leave_out(key))
+        return
     if not all(isinstance(column, str) for column in (settings["dataset_columns"] or {}).values()):
         return  # reported elsewhere
     embedded = embedded_name(name)
@@ -134,7 +138,8 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
         yield settings.error(key, f"there is no embedded dataset {name!r}{hint(near, TINY)}", fix)
     elif embedded is not None:
         columns = embedded_columns(embedded, settings.task)
-        wrong = missing_columns(settings.task, name, columns, bool(settings["needs_images"]))
+        images = bool(settings["needs_images"])
+        wrong = missing_columns(settings.task, name, columns, images, _text_field(settings))
         if wrong is not None:
             yield settings.finding(wrong, key)
         family = embedded_name(settings["model_name_or_path"])
@@ -146,9 +151,12 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
             yield settings.error(key, f"there is no dataset at {name}")
             return
         found = local_columns(Path(name), str(settings["dataset_train_split"]))
-        if found and any(column.endswith("file_name") for column in found):
-            found = [*found, "image"]  # a folder of images with a metadata file
         yield from _columns(settings, name, found) if found else ()
+
+
+def _text_field(settings: Settings) -> str:
+    """The column of SFT's text."""
+    return str(settings["dataset_text_field"] or "text") if settings.has("dataset_text_field") else "text"
 
 
 def _columns(settings: Settings, name: str, found: list[str]) -> Iterator[Problem]:
@@ -159,7 +167,8 @@ def _columns(settings: Settings, name: str, found: list[str]) -> Iterator[Proble
             near = hint(nearest(str(theirs), found))
             what = f"dataset {name} has no column {theirs!r}{near}: it has {', '.join(found)}"
             yield settings.error("dataset_columns", f"{what} (dataset_columns: {{{ours}: {theirs}}})")
-    wrong = missing_columns(settings.task, name, list(asked) or found, bool(settings["needs_images"]))
+    columns, images = list(asked) or found, bool(settings["needs_images"])
+    wrong = missing_columns(settings.task, name, columns, images, _text_field(settings))
     if wrong is not None:
         yield settings.finding(wrong, *(("dataset_columns", "dataset_name") if asked else ("dataset_name",)))
 
