@@ -15,6 +15,10 @@ from rich.console import Console
 from ..core.errors import RecipeError
 
 
+MODEL, TEACHER = "model", "teacher"
+"""Folders below `output_dir` for the embedded models of a recipe."""
+
+
 def check_model_exists(recipe: Any) -> None:
     """Raises a `RecipeError` if the model or a teacher cannot be found, before anything is written."""
     from transformers import AutoConfig
@@ -67,7 +71,8 @@ def make_datasets(recipe: Any) -> tuple[Any, Any, Any]:
         train = make(extra.dataset_size, seed, split="train", shuffle_images=extra.shuffle_images)
         evaluation = make(size, seed, split="heldout")
         held_out = tiny.prompt_dataset(size, seed, split="heldout")
-    return _with_columns(recipe, train), _with_columns(recipe, evaluation), held_out
+    # Each row of an embedded dataset has an image if the dataset has images.
+    return _with_columns(recipe, train, False), _with_columns(recipe, evaluation, False), held_out
 
 
 def _load_dataset(recipe: Any) -> Any:
@@ -94,13 +99,13 @@ def _load_dataset(recipe: Any) -> Any:
         ) from error
 
 
-def _with_columns(recipe: Any, dataset: Any) -> Any:
-    """Applies the column settings of the recipe to a dataset."""
+def _with_columns(recipe: Any, dataset: Any, checks_images: bool = True) -> Any:
+    """Applies the column settings of the recipe to a dataset, and checks its rows for images if the recipe asks."""
     from ..data.dataset import prepare_dataset
     from ..recipes.load import check_columns
 
     name = recipe.script.dataset_name or "of the mixture"
-    made = prepare_dataset(dataset, recipe.extra, name, needs_images=recipe.extra.needs_images)
+    made = prepare_dataset(dataset, recipe.extra, name, needs_images=recipe.extra.needs_images and checks_images)
     check_columns(recipe, made.column_names or list(next(iter(made), {})))
     return made
 
@@ -118,12 +123,12 @@ def _split(recipe: Any, splits: Any, name: str) -> Any:
 def make_model(recipe: Any, console: Console) -> str:
     """Returns the name of the model; an embedded one is built and warmed up first, and its folder is returned."""
     extra = recipe.extra
-    return _make(recipe, console, recipe.model.model_name_or_path, "model", extra.warm_up_steps, extra.warm_up_bias)
+    return _make(recipe, console, recipe.model.model_name_or_path, MODEL, extra.warm_up_steps, extra.warm_up_bias)
 
 
 def make_teacher(recipe: Any, console: Console) -> str:
     """Returns the name of the teacher, as `make_model` does; an embedded one is warmed up without a bias."""
-    return _make(recipe, console, str(teacher_of(recipe)), "teacher", recipe.script.teacher_warm_up_steps, 0.0)
+    return _make(recipe, console, str(teacher_of(recipe)), TEACHER, recipe.script.teacher_warm_up_steps, 0.0)
 
 
 def _make(recipe: Any, console: Console, name: str, folder_name: str, steps: int, bias: float) -> str:

@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from ..core.tasks import TASKS
+
 
 EPILOG = """A and B: anything that `safe-trainers report` accepts
 exit status: 0: no difference, 1: differences
@@ -14,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("first", metavar="A", help="a model, recipe, checkpoint or saved report")
     parser.add_argument("second", metavar="B", help="another one")
+    parser.add_argument("--task", choices=tuple(TASKS), help="the task of recipes; by default detected")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -27,4 +30,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from ..report.render import present
     from .report import report_on
 
-    return present(compare(report_on(options.first), report_on(options.second)), options.json)
+    return present(
+        compare(report_on(options.first, options.task), report_on(options.second, options.task)), options.json
+    )

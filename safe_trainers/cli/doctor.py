@@ -1,6 +1,7 @@
 """`safe-trainers doctor`: checks whether this machine and environment can train, and prints a fix for each problem."""
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 
@@ -15,9 +16,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.epilog = EPILOG
     parser.add_argument(
-        "--timeout", type=float, default=180, help="seconds allowed for loading a package; by default %(default)s"
+        "--timeout", type=_seconds, default=180, help="seconds allowed for loading a package; by default %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _seconds(text: str) -> float:
+    """A time limit above 0, in seconds."""
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"--timeout must be a number above 0, got {text}. Write: --timeout 180")
+    return seconds
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -47,6 +47,8 @@ def run_recipe(
 ) -> RunResult:
     """Runs a recipe. SIGINT or SIGTERM during training ends it after a step, with a checkpoint.
 
+    After the last step, a signal ends the process when the results are written.
+
     Args:
         recipe: The `Recipe`.
         console: Receives the output; by default standard output.
@@ -63,7 +65,7 @@ def run_recipe(
     from ..recipes.identity import identity
     from .progress import LOG, LogFile, show_progress
     from .run_folder import explain_full_disk
-    from .signals import StopSignals
+    from .signals import StopSignals, end_by
     from .stop import StopAtStep
 
     console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
@@ -83,16 +85,19 @@ def run_recipe(
         show_phase(f"training {arguments.max_steps} steps" if arguments.max_steps > 0 else "training")
         with show_progress(trainer, console, recipe.task, recipe.extra.progress, signals):
             trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+        signals.until = "the results are written"
         if stop.stopped:
             run.stopped = signals.received
         else:
             trainer.save_model(arguments.output_dir)
-            if score is not None:
+            if score is not None and signals.received is None:
                 run.after = measure()
         if trainer.accelerator.is_main_process:
             write_run(run, recipe, console)
             if run.stopped is not None:
                 _say_stopped(run, resume_command, console)
+        if run.stopped is None and signals.received is not None:
+            end_by(signals.received)
     return run
 
 
@@ -210,7 +215,7 @@ def _lora_task_type(recipe: Any) -> str:
 
 @contextlib.contextmanager
 def _remove_on_failure(output_dir: Path) -> Iterator[None]:
-    """Creates the output folder; if the `with` block fails, removes what was added to it, and the folder if it is new.
+    """Creates the output folder; if the `with` block fails, removes what it made there, and the folder if it is empty.
 
     Args:
         output_dir: The folder.
@@ -221,17 +226,19 @@ def _remove_on_failure(output_dir: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     from ..checkpoint.folder import remove
+    from ..report.run_report import FILE
     from ..report.stored_weights import PICKLED
-    from .run_folder import LOCK
+    from .build_inputs import MODEL, TEACHER
 
     missing = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]  # innermost first
-    kept = {LOCK, *(os.listdir(output_dir) if not missing else ())}
+    # Other processes may write to the folder meanwhile.
+    made = [path for path in (output_dir / name for name in (MODEL, TEACHER, FILE)) if not path.exists()]
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as error:
         if os.environ.get("RANK", "0") == "0":
-            for path in (path for path in output_dir.iterdir() if path.name not in kept):
+            for path in filter(Path.exists, made):
                 remove(path)
             for folder in missing:
                 if folder.is_dir() and not any(folder.iterdir()):  # another run may have written to it meanwhile

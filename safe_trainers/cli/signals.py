@@ -25,11 +25,13 @@ class StopSignals:
         received: The number of the recorded signal; `None` without one.
         training: Whether a training loop runs that ends at its next step.
         silent: Whether something else shows that a signal was recorded.
+        until: What is finished before a recorded signal ends the run, in words.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.training = False
+        self.until = "this step"
         self.silent = os.environ.get("RANK", "0") != "0"
         self._at = 0.0
         self._before: dict[int, Any] = {}
@@ -58,7 +60,7 @@ class StopSignals:
         """Returns what happens next, in one line; an empty string without a signal."""
         if self.received is None:
             return ""
-        return f"{signal.Signals(self.received).name}: stopping after this step; a second signal stops at once"
+        return f"{signal.Signals(self.received).name}: stopping after {self.until}; a second signal stops at once"
 
 
 def end_by(number: int) -> None:

@@ -52,8 +52,7 @@ class StopAtStep(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """From here on, signals end the process."""
-        self._signals.training = False
+        """Ends the agreement of the processes; signals are still recorded, until the results are written."""
         if self._pending is not None:
             self._pending[0].wait()
             self._pending = None

@@ -191,6 +191,8 @@ def _cause(name: str, outcome: Outcome) -> tuple[str, Fix]:
     module, names = {**NEEDED, **OPTIONAL}[name]
     line = f"from {module} import {', '.join(names)}" if names else f"import {module}"
     fix = Fix(f"run `python -c '{line}'` and read the first traceback")
+    if outcome.limit is not None:
+        return outcome.ended, run_command(f"safe-trainers doctor --timeout {max(4 * outcome.limit, 180):g}")
     if outcome.ended:
         return outcome.ended, run_command(f"pip install --force-reinstall --no-deps {outcome.at or name}")
     explanation = explain(outcome.said)

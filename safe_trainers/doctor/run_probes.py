@@ -31,6 +31,7 @@ class Outcome:
         said: Standard error of its process.
         ended: How the process ended, if not by an exception, such as "its process was ended by SIGSEGV".
         at: The package in whose code the process ended.
+        limit: The time limit in seconds that the process has exceeded; `None` if it has not.
     """
 
     loaded: bool
@@ -39,6 +40,7 @@ class Outcome:
     said: str = ""
     ended: str = ""
     at: str | None = None
+    limit: float | None = None
 
 
 def probe(groups: Sequence[Sequence[str]], timeout: float, *, distributed: bool = False) -> dict[str, Outcome]:
@@ -76,7 +78,7 @@ def _group(names: list[str], timeout: float, environ: Mapping[str, str]) -> dict
 def _once(names: list[str], timeout: float, environ: Mapping[str, str]) -> dict[str, Outcome]:
     """Runs one process; returns the results up to and including the first failure."""
     command = [sys.executable, "-P", "-m", f"{__package__}.probes", *names]
-    ended = ""
+    ended, limit = "", None
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(environ)
     )
@@ -85,7 +87,7 @@ def _once(names: list[str], timeout: float, environ: Mapping[str, str]) -> dict[
     except subprocess.TimeoutExpired:
         child.kill()
         out, err = child.communicate()
-        ended = f"loading did not finish within {timeout:.0f} s"
+        ended, limit = f"loading did not finish within {timeout:g} s", timeout
     said = err.decode("utf-8", errors="replace")
     marks = [
         json.loads(line.removeprefix(MARK))
@@ -102,7 +104,7 @@ def _once(names: list[str], timeout: float, environ: Mapping[str, str]) -> dict[
         ended = f"its process was ended by {signal.Signals(-child.returncode).name}"
     elif not ended and "Traceback (most recent call last)" not in said:
         ended = f"its process ended with exit status {child.returncode}"
-    return outcomes | {failed: Outcome(False, None, {}, said, ended, _package(said, crashed=bool(ended)))}
+    return outcomes | {failed: Outcome(False, None, {}, said, ended, _package(said, crashed=bool(ended)), limit)}
 
 
 def _package(said: str, *, crashed: bool) -> str | None:

@@ -258,8 +258,7 @@ def _read(task: str, path: Path) -> Schema:
 def convert(key: Key, value: Any, text: str | None = None) -> Any:
     """Converts a value of a file to a type that its key accepts, if no meaning is lost by it.
 
-    A string is converted to a number (`1e-5`, which YAML 1.1 does not read as one) or, as by TRL's parser, to true or
-    false (`"yes"`); 1 and 0 to true and false; an integer to a float; a single value to a list of one; a number or a
+    A string is converted to a number (`"1e-5"`) or, as by TRL's parser, to true or false (`"yes"`); 1 and 0 to true and false; an integer to a float; a single value to a list of one; a number or a
     date to a string.
 
     Args:
@@ -290,7 +289,7 @@ def convert(key: Key, value: Any, text: str | None = None) -> Any:
             return _chosen(key, made[0])
     if key.item is not None and isinstance(value, dict) == (key.item == MAPPING):
         return _convert_list(key, [value], text)
-    raise _unfit(key, shown(value), _meant(key, value))
+    raise _unfit(key, shown(value), _meant(key, value, text))
 
 
 def convert_words(key: Key, words: list[str]) -> Any:
@@ -439,13 +438,13 @@ def _convert_list(key: Key, values: Any, text: str | None = None) -> list[Any]:
     return made
 
 
-def _meant(key: Key, value: Any) -> Fix | None:
+def _meant(key: Key, value: Any, text: str | None) -> Fix | None:
     """The line that was probably meant."""
     meant: Any = None
     if BOOLEAN in key.types and isinstance(value, str) and value.lower() in ("on", "off"):
         meant = value.lower() == "on"
     elif INTEGER in key.types and isinstance(value, float) and value.is_integer():
         meant = int(value)
-    elif key.types[:1] == (STRING,) and isinstance(value, bool):
-        meant = shown(value)
+    elif key.types[:1] == (STRING,) and isinstance(value, bool) and key.choices is None:
+        meant = text  # `run_name: yes`, which YAML 1.1 reads as true
     return None if meant is None else write(**{key.name: meant})

@@ -314,6 +314,22 @@ def tasks_of(file: RecipeFile) -> list[str]:
     return [task for task in TASKS if known[task] == best]
 
 
+def task_of(file: RecipeFile) -> str:
+    """The task of a recipe, as `tasks_of` finds it.
+
+    Args:
+        file: The recipe.
+
+    Raises:
+        RecipeError: If its keys fit several tasks.
+    """
+    likely = tasks_of(file)
+    if len(likely) > 1 and file.entries:
+        what = f"{file.path} fits the tasks {', '.join(likely)}"
+        raise RecipeError(Problem(what, fix=Fix(f"add `--task {likely[0]}`, or move it to a folder {likely[0]}/")))
+    return likely[0]
+
+
 def _file_values(settings: Settings) -> Iterator[Problem]:
     """Converts the values of the file to the types of their keys."""
     for key, entry in settings.entries.items():

@@ -26,7 +26,15 @@ EDITORS = "yaml-language-server:"
 """The beginning of a comment that tells editors the schema of a file."""
 
 _TOO_LARGE = f"this is not a recipe: it is larger than {MAX_BYTES // 2**20} MiB"
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads `1e-6` as a number, as YAML 1.2 does; YAML 1.1 asks for a point and for the sign of the exponent."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ def read_bytes(data: bytes, name: str) -> RecipeFile:
 def _read(data: bytes, made: RecipeFile) -> RecipeFile:
     made.header, made.header_line = _header(data)
     try:
-        loader = yaml.SafeLoader(data)
+        loader = _Loader(data)
         try:
             node = loader.get_single_node()
             if isinstance(node, yaml.MappingNode):

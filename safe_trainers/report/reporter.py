@@ -64,7 +64,12 @@ class Reporter(Feature):
             self._write(self.report)
 
     def on_train_begin(self) -> None:
-        """Makes the next loss record compute dtypes again, if the report is not confirmed."""
+        """Makes the next loss record compute dtypes again, if the report is not confirmed.
+
+        Without a report of this run, that of an earlier run in the same folder is removed.
+        """
+        if self.run.settings.precision_report == OFF and self.run.trainer.is_world_process_zero():
+            Path(self.run.args.output_dir, REPORT_FILE).unlink(missing_ok=True)
         self._products = None
         self._rest_if_confirmed()
 
@@ -132,12 +137,12 @@ class Reporter(Feature):
             return
         self._shown = True
         mode, width = self.run.settings.precision_report, 80
-        if mode != FILE and self.run.args.log_level in ("error", "critical"):
-            return
         self._write(report)
         file = Path(self.run.args.output_dir, REPORT_FILE)
         if report is self.confirmed:  # trackers have ended when a report without a step is shown
             log_to_trackers(report, file, self.run.trainer)
+        if self.run.args.log_level in ("error", "critical"):
+            return
         if mode == LOG:
             show_summary(
                 summarize(report), console(stderr=True, width=width), f"{file}; precision_report=full prints it"
