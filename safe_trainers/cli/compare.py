@@ -30,6 +30,5 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from ..report.render import present
     from .report import report_on
 
-    return present(
-        compare(report_on(options.first, options.task), report_on(options.second, options.task)), options.json
-    )
+    first, second = (report_on(target, options.task) for target in (options.first, options.second))
+    return present(compare(first, second), options.json)

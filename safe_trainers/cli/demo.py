@@ -26,8 +26,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    demo(options.output_dir, rest)
-    return 0
+    stopped = demo(options.output_dir, rest).stopped
+    return 0 if stopped is None else 128 + stopped
 
 
 def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | None" = None) -> "RunResult":
@@ -39,7 +39,7 @@ def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | Non
         console: Receives the output; by default standard output.
 
     Returns:
-        The result of the safe trainer.
+        The result of the safe trainer; that of stock TRL if a signal stopped it.
     """
     import torch
     import trl
@@ -68,7 +68,9 @@ def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | Non
     console.print("[bold]trl.GRPOTrainer[/], bfloat16 weights, bf16=True:")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            run_recipe(read_recipe("grpo", [*argv, *stock, "--output_dir", folder]), console, trl.GRPOTrainer)
+            run = run_recipe(read_recipe("grpo", [*argv, *stock, "--output_dir", folder]), console, trl.GRPOTrainer)
+        if run.stopped is not None:
+            return run
         console.print("  training succeeded: the installed TRL and transformers have fixed the bug", style="yellow")
     except RuntimeError as error:
         console.print(

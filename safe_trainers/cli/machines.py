@@ -83,7 +83,7 @@ def read_machines(given: Mapping[str, Any], config: Mapping[str, Any], name: str
         more = "" if count > 1 else f". Write: --num_machines {rank + 1}"
         raise RecipeError(f"machine_rank must be {last}, got {rank}{more}")
     if count == 1:
-        return Machines(port=given.get("main_process_port") or 0)
+        return Machines(port=port or 0)
     if rank is None:
         raise RecipeError(
             f"{count} machines need machine_rank, which is different on each of them. Write: --machine_rank 0 on the "

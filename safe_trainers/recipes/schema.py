@@ -258,8 +258,8 @@ def _read(task: str, path: Path) -> Schema:
 def convert(key: Key, value: Any, text: str | None = None) -> Any:
     """Converts a value of a file to a type that its key accepts, if no meaning is lost by it.
 
-    A string is converted to a number (`"1e-5"`) or, as by TRL's parser, to true or false (`"yes"`); 1 and 0 to true and false; an integer to a float; a single value to a list of one; a number or a
-    date to a string.
+    A string is converted to a number (`"1e-5"`) or, as by TRL's parser, to true or false (`"yes"`); 1 and 0 to true
+    and false; an integer to a float; a single value to a list of one; a number or a date to a string.
 
     Args:
         key: The key.
