@@ -256,10 +256,10 @@ def _plan(dataset: Any, arguments: DatasetArguments, name: str, needs_images: bo
     if not arguments.dataset_columns:  # a column of another kind may have this name
         named = [column for column in named if column not in features or holds_images(features[column])]
     images = next(iter(named), None)
-    if images in features and not may_hold_images(features[images]):
-        others = [column for column in features if holds_images(features[column])]
-        fix = write(dataset_columns={**asked, IMAGES: others[0]}) if others else None
-        missing.append(Problem(f"column {images!r} of dataset {name} does not hold images", fix=fix))
+    others = [column for column in features if holds_images(features[column])]
+    if images in features and images not in others and (others or not may_hold_images(features[images])):
+        near = others[0] if others else None
+        missing.append(Problem(f"column {images!r} of dataset {name} does not hold images{hint(near)}"))
     missing += _without_effect(arguments, name, features, asked)
     image_keys = [key for key in vars(arguments) if key.startswith("image_") and getattr(arguments, key) is not None]
     if images is None and (image_keys or needs_images) and arguments.dataset_columns:

@@ -98,7 +98,7 @@ def test_llava_conversations_are_taken_as_they_are(prepare, load):
 def test_llava_mix_and_preferences(prepare, load):
     mix = load("trl-lib/llava-instruct-mix", "train")
     rows = prepare(mix, dataset_columns={"prompt": "prompt", "completion": "completion", "images": "images"})
-    assert [said(m) for m in rows[0]["prompt"]] == [("user", "what is in the picture?")]
+    assert [said(m) for m in rows[0]["prompt"]] == [("user", ["<image>", "what is in the picture?"])]
     assert [said(m) for m in rows[0]["completion"]] == [("assistant", "two blue circles")]
     pairs = load("trl-lib/ultrafeedback_binarized", "train")
     columns = {"chosen": "chosen", "rejected": "rejected"}
@@ -234,7 +234,7 @@ def test_mappings_come_from_the_command_line_too():
 
 def test_what_asks_for_nothing_changes_nothing():
     dataset = many()
-    assert prepare_dataset(dataset, DatasetArguments(), "of mine", needs_images=True) is dataset
+    assert prepare_dataset(dataset, DatasetArguments(), "of mine") is dataset
 
 
 def test_pictures_are_neither_copied_nor_opened_before_they_are_read(load, tmp_path, monkeypatch):

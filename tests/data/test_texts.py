@@ -1,0 +1,132 @@
+"""Which texts of a dataset become conversations, and what is refused instead of being read wrongly."""
+
+import io
+
+import pandas
+import pyarrow
+import pytest
+from datasets import Dataset, Features, Image, List, Value, load_dataset
+from public_schemas import encoded, picture
+
+from safe_trainers import RecipeError
+from safe_trainers.data.dataset import DatasetArguments, prepare_dataset
+
+
+@pytest.fixture(params=["mapped", "streamed"])
+def prepare(request):
+    """Prepares a dataset, and gives all of its rows."""
+
+    def rows(dataset, needs_images=False, **keys):
+        given = dataset.to_iterable_dataset() if request.param == "streamed" else dataset
+        return list(prepare_dataset(given, DatasetArguments(**keys), "of mine", needs_images=needs_images))
+
+    return rows
+
+
+QUESTIONS = {"q": ["1+1?", "2+2?"], "a": ["2", "4"]}
+COLUMNS = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()])
+def test_strings_of_any_width_become_conversations(kind, prepare):
+    schema = pyarrow.schema([("q", kind), ("a", kind)])
+    dataset = Dataset(pyarrow.table(QUESTIONS, schema=schema))
+    rows = prepare(dataset, dataset_columns=COLUMNS)
+    assert [row["prompt"] for row in rows] == [[{"role": "user", "content": text}] for text in QUESTIONS["q"]]
+    assert rows[1]["completion"] == [{"role": "assistant", "content": "4"}]
+
+
+def test_a_table_gives_the_same_rows_as_json_lines(prepare, tmp_path):
+    made = []
+    for name in ("csv", "json"):
+        file = tmp_path / f"data.{name}"
+        table = pandas.DataFrame(QUESTIONS).astype({"a": str})
+        file.write_text(table.to_csv(index=False) if name == "csv" else table.to_json(orient="records", lines=True))
+        dataset = load_dataset(name, data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+        made.append([row["prompt"] for row in prepare(dataset, dataset_columns={"prompt": "q", "solution": "a"})])
+    assert made[0] == made[1]
+    assert made[0][0] == [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize("keys", [{"dataset_limit": 1}, {"dataset_filter": {"completion": "2"}}])
+def test_a_limit_or_a_filter_alone_changes_no_text(keys, prepare):
+    dataset = Dataset.from_dict({"prompt": QUESTIONS["q"], "completion": QUESTIONS["a"]})
+    assert prepare(dataset, **keys) == [{"prompt": "1+1?", "completion": "2"}]
+
+
+def test_a_text_column_may_have_the_name_of_images(prepare):
+    dataset = Dataset.from_dict({"text": ["a", "b"], "image": ["none", "none"]})
+    assert prepare(dataset, dataset_limit=1) == [{"text": "a", "image": "none"}]
+
+
+def with_images(count=1, **columns):
+    rows = {"images": [[encoded(picture(seed=i)) for i in range(count)]], **{k: [v] for k, v in columns.items()}}
+    return Dataset.from_dict(rows).cast_column("images", List(Image()))
+
+
+def test_marks_in_messages_are_the_places_of_images(prepare):
+    messages = [
+        {"role": "user", "content": "<image> or <image>?"},
+        {"role": "assistant", "content": "the first"},
+    ]
+    (row,) = prepare(with_images(2, messages=messages), dataset_columns={"messages": "messages", "images": "images"})
+    first, answer = row["messages"]
+    assert [part["type"] for part in first["content"]] == ["image", "text", "image", "text"]
+    assert [part["text"] for part in answer["content"]] == ["the first"]
+    with pytest.raises(RecipeError, match="the text has 2 times '<image>', but the row has 1 images"):
+        prepare(with_images(1, messages=messages), dataset_columns={"messages": "messages", "images": "images"})
+
+
+def test_without_marks_the_images_come_first(prepare):
+    prompt = [{"role": "system", "content": "S"}, {"role": "user", "content": "which?"}]
+    (row,) = prepare(with_images(2, prompt=prompt), dataset_columns={"prompt": "prompt", "images": "images"})
+    assert [[part["type"] for part in m["content"]] for m in row["prompt"]] == [["text"], ["image", "image", "text"]]
+
+
+def test_a_system_prompt_without_a_conversation_is_refused(prepare):
+    with pytest.raises(RecipeError, match="has none in the columns text"):
+        prepare(Dataset.from_dict({"text": ["a"]}), system_prompt="S")
+
+
+def test_other_names_of_roles_are_read(prepare):
+    talk = [{"from": "user", "value": "1+1?"}, {"from": "assistant", "value": "2"}]
+    dataset = Dataset.from_dict({"conversations": [talk]})
+    (row,) = prepare(dataset, dataset_columns={"messages": "conversations"}, system_prompt="S")
+    assert [(m["role"], m["content"]) for m in row["messages"]] == [
+        ("system", "S"), ("user", "1+1?"), ("assistant", "2")
+    ]  # fmt: skip
+    with pytest.raises(RecipeError, match="dataset_columns: {messages: conversations}"):
+        prepare(dataset, system_prompt="S")
+
+
+@pytest.mark.parametrize(("value", "why"), [(None, "is empty"), (["a", "b"], "is a list, and not text or a number")])
+def test_a_template_accepts_text_and_numbers_only(value, why, prepare):
+    dataset = Dataset.from_dict({"prompt": ["what?"], "options": [value]})
+    with pytest.raises(RecipeError, match=f"column 'options', which prompt_template writes, {why}"):
+        prepare(dataset, prompt_template="{prompt} {options}")
+    (row,) = prepare(dataset.remove_columns("options").add_column("n", [3]), prompt_template="{prompt} {n}")
+    assert row["prompt"] == [{"role": "user", "content": "what? 3"}]
+
+
+def test_rows_without_an_image_are_refused_without_another_key(prepare):
+    rows = {"image": [encoded(picture()), None], "prompt": ["a", "b"]}
+    dataset = Dataset.from_dict(rows, Features(image=Image(), prompt=Value("string")))
+    with pytest.raises(RecipeError, match="has no image"):
+        prepare(dataset, needs_images=True)
+
+
+def test_true_and_false_do_not_filter_strings(prepare):
+    dataset = Dataset.from_dict({"ok": ["yes", "maybe"], "prompt": ["a", "b"]})
+    with pytest.raises(RecipeError, match="column 'ok' of dataset of mine holds strings, and YAML reads True"):
+        prepare(dataset, dataset_filter={"ok": [True, "maybe"]})
+
+
+def test_paths_and_bytes_are_images(prepare, tmp_path):
+    buffer = io.BytesIO()
+    picture().save(buffer, format="PNG")
+    file = tmp_path / "1.png"
+    file.write_bytes(buffer.getvalue())
+    for value in (str(file), buffer.getvalue(), [str(file)], {"bytes": buffer.getvalue(), "path": None}):
+        dataset = Dataset.from_dict({"q": ["?"], "photo": [value]})
+        (row,) = prepare(dataset, needs_images=True, dataset_columns={"prompt": "q", "images": "photo"})
+        assert row["images"][0].tobytes() == picture().tobytes()
