@@ -328,6 +328,8 @@ def yaml_value(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {yaml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(yaml_value, value)) + "]"
+    if isinstance(value, float):
+        return re.sub(r"e([-+])0*", lambda match: "e" + match[1].strip("+"), str(value))  # 1e-5 for 1e-05
     return _yaml_string(value) if isinstance(value, str) else str(value)
 
 
@@ -352,7 +354,11 @@ def _yaml_string(text: str) -> str:
         plain = yaml.safe_load(f"[{text}]") == [text]
     except (yaml.YAMLError, ValueError):  # ValueError: what looks like a date, and is not one
         plain = False
-    return text if plain else json.dumps(text)
+    return text if plain and not _EXPONENT.fullmatch(text) else json.dumps(text)
+
+
+_EXPONENT = re.compile(r"[-+]?[\d_.]+e[-+]?\d+", re.IGNORECASE)
+"""A number such as 1e-5, which YAML 1.2 reads as one and YAML 1.1 as a string."""
 
 
 def _setting_as_yaml(code: str) -> str:

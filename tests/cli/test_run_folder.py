@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from safe_trainers import RecipeError, SafeRewardTrainer
 from safe_trainers.cli.main import main
 from safe_trainers.cli.run_folder import LOCK
+from safe_trainers.cli.run_recipe import _remove_on_failure
 from safe_trainers.recipes.identity import differences, identity
 
 
@@ -93,6 +95,37 @@ def test_a_refused_run_leaves_no_folder_and_keeps_what_there_was(folder, capsys)
     Path("out", "notes.txt").write_text("mine")
     assert main(wrong) == 2
     assert [path.name for path in Path("out").iterdir()] == ["notes.txt"]
+
+
+def test_what_others_write_while_a_construction_fails_is_kept(folder):
+    def build():
+        (folder / "model").mkdir()
+        (folder / "another-run").mkdir()
+        (folder / "another-run" / "model.safetensors").write_text("weights")
+        (folder / "slurm-77.out").write_text("log")
+        raise ValueError("no")
+
+    with pytest.raises(RecipeError, match="the trainer cannot be built: ValueError: no"), _remove_on_failure(folder):
+        build()
+    assert sorted(os.listdir(folder)) == ["another-run", "recipe.yaml", "slurm-77.out"]
+    assert os.listdir(folder / "another-run") == ["model.safetensors"]
+
+
+def test_a_signal_after_the_last_step_waits_for_the_results(folder, monkeypatch, capfd):
+    original = SafeRewardTrainer.save_model
+
+    def save(self, *args, **kwargs):
+        if not kwargs.get("_internal_call"):  # not that of a checkpoint
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(SafeRewardTrainer, "save_model", save)
+    with pytest.raises(SystemExit) as ended:
+        main(COMMAND)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert "stopping after the results are written" in capfd.readouterr().err
+    for name in ("model.safetensors", "tokenizer_config.json", "log.json"):
+        assert Path("out", name).is_file()
 
 
 def test_a_used_folder_is_noted_and_a_resumed_run_names_its_checkpoint(folder, capsys):

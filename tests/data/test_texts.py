@@ -95,7 +95,7 @@ def test_other_names_of_roles_are_read(prepare):
     assert [(m["role"], m["content"]) for m in row["messages"]] == [
         ("system", "S"), ("user", "1+1?"), ("assistant", "2")
     ]  # fmt: skip
-    with pytest.raises(RecipeError, match="dataset_columns: {messages: conversations}"):
+    with pytest.raises(RecipeError, match=r"dataset_columns: \{messages: conversations\}"):
         prepare(dataset, system_prompt="S")
 
 

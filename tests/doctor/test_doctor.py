@@ -247,7 +247,7 @@ def stand_in(folder, module, code, name=None):
         ("import os\nos.abort()", "its process was ended by SIGABRT", "pip install --force-reinstall"),
         ("import ctypes\nctypes.string_at(0)", "its process was ended by SIGSEGV", "pip install --force-reinstall"),
         ("import os\nos._exit(3)", "its process ended with exit status 3", "pip install --force-reinstall"),
-        ("import time\ntime.sleep(600)", "loading did not finish within 2 s", "pip install --force-reinstall"),
+        ("import time\ntime.sleep(600)", "loading did not finish within 2 s", "safe-trainers doctor --timeout 180"),
         ("raise ImportError('libsomething.so.1: no such library')", "libsomething.so.1", "python -c"),
         (
             "raise ImportError('libcudart.so.13: cannot open shared object file: No such file or directory')",
@@ -360,3 +360,11 @@ def test_processes_that_do_not_meet(monkeypatch):
     text, fix = only(machine, "error")
     assert text.startswith("WORLD_SIZE is 2, but the processes did not connect to each other: ")
     assert fix == str(Launch.LEFT_OVER)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_time_limit_is_a_number_above_0(seconds, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--timeout", seconds])
+    assert ended.value.code == 2
+    assert "--timeout must be a number above 0" in capsys.readouterr().err

@@ -209,6 +209,14 @@ def test_a_file_in_utf_16(capsys, tmp_path):
     assert "conv-dtypes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["my job.stderr", "job 17", "slurm-1.e1"])
+def test_a_file_of_any_name(name, capsys, tmp_path):
+    file = tmp_path / name
+    file.write_text(TRACEBACK)
+    assert main(["explain", str(file)]) == 0
+    assert "conv-dtypes" in capsys.readouterr().out
+
+
 def test_what_is_not_known_is_said_with_the_nearest(capsys):
     assert main(["explain", "RuntimeError: query, key and value of another kind"]) == 1
     said = capsys.readouterr().out

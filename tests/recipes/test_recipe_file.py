@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from safe_trainers.core.errors import yaml_value
 from safe_trainers.recipes import env as environment
 from safe_trainers.recipes.env import ALLOWED, apply, variables
 from safe_trainers.recipes.yaml_file import MAX_BYTES, read_file
@@ -28,7 +29,7 @@ def test_keys_have_their_lines_and_values_their_text(written):
     assert read.problems == []
     assert read.header == ("a header", "of two lines")
     assert {key: (entry.value, entry.line) for key, entry in read.entries.items()} == {
-        "a": ("1e-5", 4),
+        "a": (1e-5, 4),
         "b": (["x", "y"], 6),
         "c": ({"d": 1}, 9),
         "no": (False, 10),
@@ -182,3 +183,17 @@ def test_no_variable_of_the_list_loads_code_or_moves_files():
     found = {name for name in ALLOWED if words & set(name.split("_"))}
     # These two switch something off, or size a cache of vLLM.
     assert found == {"HF_HUB_DISABLE_IMPLICIT_TOKEN", "VLLM_DISABLE_COMPILE_CACHE"}
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E6", "-2e3", "+1e+2", "1.e-3", ".5e2", "1_0e2"])
+def test_numbers_with_an_exponent_are_numbers_at_any_depth(text, written):
+    read = written(f"a: {text}\nb: {{c: {text}, d: [{text}]}}\ne: '{text}'\n")
+    number = float(text)
+    assert read.entries["a"].value == number
+    assert read.entries["b"].value == {"c": number, "d": [number]}
+    assert read.entries["e"].value == text
+
+
+def test_written_values_are_read_as_the_same_values(written):
+    values = [1e-5, 1e22, 2.5e-7, 0.1, "1e-5", "1E6", "yes", 3]
+    assert written(f"a: {yaml_value(values)}\n").entries["a"].value == values

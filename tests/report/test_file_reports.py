@@ -362,3 +362,15 @@ def test_what_is_damaged_is_named_beside_what_is_not(tmp_path, capsys):
     assert status == 2
     assert report["verdicts"][0]["text"].startswith("model.safetensors is truncated or corrupt: ")
     assert "invalid header length (100 bytes)" in report["verdicts"][0]["text"]
+
+
+def test_recipes_that_fit_several_tasks_need_a_task(tmp_path, capsys):
+    values = "model_name_or_path: tiny:text\ndataset_name: tiny:shapes\nprecision: bf16\nuse_cpu: true\n"
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / name).write_text(values)
+    pair = [str(tmp_path / name) for name in ("a.yaml", "b.yaml")]
+    assert main(["compare", *pair]) == 2
+    said = capsys.readouterr().err
+    assert "fits the tasks" in said
+    assert "add `--task " in said
+    assert main(["compare", *pair, "--task", "reward"]) in (0, 1)
