@@ -156,12 +156,13 @@ def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> i
         The exit status.
     """
     from .run_folder import choose_start, claim, folder_of, note_earlier_run
+    from .signals import StopSignals
 
     if os.environ.get("RANK", "0") != "0":  # this process asks the main process for the checkpoint
         return _train(options, checked, command)
     if options.dry_run:
         return _train(options, choose_start(checked, options.accept_changes), command)
-    with claim(folder_of(checked)):
+    with StopSignals(), claim(folder_of(checked)):  # a signal during imports removes the lock, too
         start = choose_start(checked, options.accept_changes)
         if start is checked:
             note_earlier_run(folder_of(checked))

@@ -714,6 +714,49 @@ def test_columns_of_local_files(tmp_path):
     assert local_columns(folder, "test") == ["x"]
 
 
+def test_columns_are_those_that_datasets_makes(tmp_path):
+    Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "solution": "c"}\n')
+    assert local_columns(Path("rows.jsonl")) == ["prompt", "solution"]
+    for folder, files in {
+        "words": {"constraints.jsonl": {"x": 1}, "train.jsonl": {"prompt": "a"}},
+        "folders": {"training/a.jsonl": {"x": 1}, "train/b.jsonl": {"prompt": "a"}},
+        "images": {"metadata.jsonl": {"file_name": "1.png", "prompt": "a"}},
+        "named": {"metadata.jsonl": {"photo_file_name": "1.png", "prompt": "a"}},
+        "several": {"metadata.jsonl": {"file_names": ["1.png"], "prompt": "a"}},
+    }.items():
+        for name, row in files.items():
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, name).write_text(json.dumps(row))
+    assert local_columns(Path("words")) == local_columns(Path("folders")) == ["prompt"]
+    assert local_columns(Path("images")) == ["image", "prompt"]
+    assert local_columns(Path("named")) == ["photo", "prompt"]
+    assert local_columns(Path("several")) == ["images", "prompt"]
+    Path("words", "README.md").write_text("---\nconfigs:\n- config_name: a\n  data_files: constraints.jsonl\n---\n")
+    assert local_columns(Path("words")) is None
+
+
+def test_columns_that_trl_accepts_are_not_refused():
+    values = "model_name_or_path: tiny:text\ndataset_name: rows.jsonl\nprecision: fp32\nuse_cpu: true\n"
+    for task, row, more in (
+        ("sft", {"conversations": [{"from": "user", "value": "a"}]}, ""),
+        ("sft", {"content": "a"}, "dataset_text_field: content\n"),
+        ("reward", {"chosen_ids": [1], "rejected_ids": [2]}, ""),
+    ):
+        Path("rows.jsonl").write_text(json.dumps(row))
+        Path("recipe.yaml").write_text(values.replace("tiny:text", "tiny:reward" if task == "reward" else "tiny:text"))
+        Path("recipe.yaml").write_text(Path("recipe.yaml").read_text() + more)
+        assert said(validate("recipe.yaml", task=task)) == []
+    Path("rows.jsonl").write_text('{"text": "a"}')
+    (error,) = validate("recipe.yaml", task="sft", overrides=["--dataset_text_field", "content"]).errors
+    assert "or content" in error.text
+
+
+def test_two_keys_for_the_data_are_refused():
+    values = GOOD + "datasets:\n- path: mine\n"
+    (error,) = check(values).errors
+    assert error.text == "datasets and dataset_name (tiny:shapes) both name the data of the run"
+
+
 def test_a_recipe_is_held_against_the_columns_of_its_files():
     Path("data").mkdir()
     Path("data/train.jsonl").write_text(json.dumps({"problem": "a", "img": "b", "solution": "c"}))
