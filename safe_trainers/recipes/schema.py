@@ -446,5 +446,5 @@ def _meant(key: Key, value: Any, text: str | None) -> Fix | None:
     elif INTEGER in key.types and isinstance(value, float) and value.is_integer():
         meant = int(value)
     elif key.types[:1] == (STRING,) and isinstance(value, bool) and key.choices is None:
-        meant = text  # `run_name: yes`, which YAML 1.1 reads as true
+        meant = text or shown(value)  # `run_name: yes`, which YAML 1.1 reads as true
     return None if meant is None else write(**{key.name: meant})

@@ -324,7 +324,7 @@ def task_of(file: RecipeFile) -> str:
         RecipeError: If its keys fit several tasks.
     """
     likely = tasks_of(file)
-    if len(likely) > 1 and file.entries:
+    if len(likely) > 1 and not file.problems:
         what = f"{file.path} fits the tasks {', '.join(likely)}"
         raise RecipeError(Problem(what, fix=Fix(f"add `--task {likely[0]}`, or move it to a folder {likely[0]}/")))
     return likely[0]

@@ -232,7 +232,7 @@ UNFIT = [
     ("num_generations", {"a": 1}, "num_generations must be an integer, got `key: value` pairs", None),
     ("learning_rate", float("nan"), "learning_rate must be a number, got nan", None),
     ("learning_rate", float("inf"), "learning_rate must be a number, got inf", None),
-    ("learning_rate", None, "learning_rate must be a number, got null", "learning_rate: 1e-06"),
+    ("learning_rate", None, "learning_rate must be a number, got null", "learning_rate: 1e-6"),
     ("bf16", 2, "bf16 must be true or false, got 2", None),
     ("bf16", "perhaps", "bf16 must be true or false, got 'perhaps'", None),
     ("use_peft", "off", "use_peft must be true or false, got 'off'", "use_peft: false"),

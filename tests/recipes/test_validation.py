@@ -743,10 +743,11 @@ def test_columns_that_trl_accepts_are_not_refused():
         ("reward", {"chosen_ids": [1], "rejected_ids": [2]}, ""),
     ):
         Path("rows.jsonl").write_text(json.dumps(row))
-        Path("recipe.yaml").write_text(values.replace("tiny:text", "tiny:reward" if task == "reward" else "tiny:text"))
-        Path("recipe.yaml").write_text(Path("recipe.yaml").read_text() + more)
+        model = "tiny:reward" if task == "reward" else "tiny:text"
+        Path("recipe.yaml").write_text(values.replace("tiny:text", model) + more)
         assert said(validate("recipe.yaml", task=task)) == []
     Path("rows.jsonl").write_text('{"text": "a"}')
+    Path("recipe.yaml").write_text(values)
     (error,) = validate("recipe.yaml", task="sft", overrides=["--dataset_text_field", "content"]).errors
     assert "or content" in error.text
 
@@ -769,7 +770,8 @@ def test_a_recipe_is_held_against_the_columns_of_its_files():
     assert "no column 'problm'; did you mean 'problem'?" in what
     ((line, what),) = said(check(text + "needs_images: true\ndataset_columns: {prompt: problem}\n"))
     assert "this recipe needs images" in what
-    Path("data/train.jsonl").write_text(json.dumps({"file_name": "a.png", "prompt": "b"}))
+    Path("data/train.jsonl").unlink()
+    Path("data/metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "prompt": "b"}))
     assert said(check(text + "needs_images: true\n")) == []
     assert said(check(text + "dataset_columns: {prompt: prompt, images: image}\n")) == []
 

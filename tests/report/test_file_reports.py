@@ -372,5 +372,5 @@ def test_recipes_that_fit_several_tasks_need_a_task(tmp_path, capsys):
     assert main(["compare", *pair]) == 2
     said = capsys.readouterr().err
     assert "fits the tasks" in said
-    assert "add `--task " in said
+    assert "Add `--task " in said
     assert main(["compare", *pair, "--task", "reward"]) in (0, 1)
