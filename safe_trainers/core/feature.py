@@ -262,9 +262,11 @@ class Run:
         joins_features: Whether the model concatenates features before it casts them itself.
         media_trial: The result of the trial with a sample image or sound; `None` if the run needs none.
         model_is_live: Whether the user passed a model, not the name of one.
+        reference_is_live: Whether the user passed a `ref_model`.
         clock: Measures the phases of a step; `None` unless the run is profiled.
         loss_inputs: The inputs of the loss that is being computed, by name; empty outside of losses.
         replaying: Whether a loss is being computed again, to find what was not finite.
+        scores_policy: Whether the policy is being scored, and not a reference or teacher model.
     """
 
     args: Any
@@ -286,12 +288,11 @@ class Run:
         self.skipped_in_a_row = 0
         self.skip_cause: Problem | None = None
         self.findings: list[Problem] = []
-        self.casts_late = self.joins_features = False
-        self.model_is_live = False
+        self.casts_late = self.joins_features = self.model_is_live = self.reference_is_live = self.replaying = False
         self.media_trial: Any = None
         self.clock: PhaseClock | None = None
         self.loss_inputs: Mapping[str, Any] = {}
-        self.replaying = False
+        self.scores_policy = True
         self._model: Any = None
         self._by_hook: dict[str, tuple[Feature, ...]] = {}
         self._warned: set[str] = set()

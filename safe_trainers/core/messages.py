@@ -246,9 +246,9 @@ WARNINGS = index(
     ),
     Finding(
         "reference-in-another-dtype",
-        "TRL loaded it in {held} and has already sharded it, while the weights of the policy are {wanted}: the KL "
-        "divergence is not 0 even before the first update.",
-        "`model_init_kwargs={{'dtype': {wanted!r}}}`, and pass the model by name",
+        "Its weights are {held}, and those of the policy {wanted}: the KL divergence is not 0 even before the first "
+        "update.",
+        "{fix}",
     ),
     Finding(
         "guarantee-not-kept",

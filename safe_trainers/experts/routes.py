@@ -33,7 +33,6 @@ from ..core.dtypes import to_torch
 from ..core.errors import PrecisionError, Problem, refuse
 from ..core.feature import Feature, Run
 from ..core.trl import has_rollouts, uses_continuous_batching
-from ..model.parts import is_reference
 from ..model.routers import Routers, find_routers
 from ..policy.settings import ROLLOUT
 from . import from_vllm
@@ -230,9 +229,7 @@ class ExpertRoutes(Feature):
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores a rollout with the policy, and compares or replays the choices. A reference makes its own."""
         scored, self._scored = self._scored, {}
-        if self._in_loss or not self._turns or "logits_to_keep" not in scored:
-            return call()
-        if is_reference(scored["model"], self.run.model):
+        if self._in_loss or not self._turns or "logits_to_keep" not in scored or not self.run.scores_policy:
             return call()
         record = self._arranged(scored["input_ids"], scored["logits_to_keep"])
         if record is None:

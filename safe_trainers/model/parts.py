@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 
@@ -163,8 +164,8 @@ def is_reference(scored: nn.Module, policy: nn.Module) -> bool:
         scored: The model that is scored, possibly wrapped.
         policy: The policy model, possibly wrapped.
     """
-    base = unwrap(scored)
-    if base is not unwrap(policy):
+    base = unwrap(extract_model_from_parallel(scored))
+    if base is not unwrap(extract_model_from_parallel(policy)):
         return True
     for layer in base.modules():
         if hasattr(type(layer), "adapter_layer_names") and hasattr(layer, "active_adapters"):

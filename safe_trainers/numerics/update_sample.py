@@ -66,8 +66,8 @@ class UpdateSample:
         shards, so that the sampled positions hold other elements.
         """
         self._before = None
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        stepped = torch.tensor([rates[number] > 0 for number in self._group_of], dtype=torch.bool)  # (P,)
+        steps = [_has_rate(group) for group in self._optimizer.param_groups]
+        stepped = torch.tensor([steps[number] for number in self._group_of], dtype=torch.bool)  # (P,)
         gradients = [_gradient(parameter) for parameter in self._parameters]
         known = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.bool)  # (P,)
         if not (stepped & known).any() or [local_shard(p).numel() for p in self._parameters] != self._sizes:
@@ -182,3 +182,9 @@ def _draw(parameters: Sequence[nn.Parameter], sizes: Sequence[int], size: int) -
         narrow = torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64  # kept for the whole run
         places.append(drawn.to(local_shard(parameter).device, narrow))
     return places
+
+
+def _has_rate(group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer steps with a group; some choose the learning rate themselves, and have no number for it."""
+    rate = group.get("lr")
+    return not isinstance(rate, (int, float, torch.Tensor)) or float(rate) > 0

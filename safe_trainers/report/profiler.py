@@ -3,15 +3,12 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from ..core.feature import Feature, Run
 from ..core.files import replace_file
-from ..core.phase_clock import REFERENCE, SCORING, PhaseClock
-from ..model.parts import is_reference
+from ..core.phase_clock import PhaseClock
 from .document import Report, Table
 from .render import console, show, to_json
 
@@ -88,14 +85,3 @@ class Profiler(Feature):
             logger.warning("the profile cannot be written: %s", error)
         if args.log_level not in ("error", "critical"):
             show(report, console(stderr=True, width=80))
-
-
-def scoring_phase(run: Run, model: Any) -> str:
-    """Returns the phase of a scoring pass: of the policy, or of the reference model.
-
-    Args:
-        run: The run.
-        model: The model that is scored. With adapters, the reference is the policy without them or with others.
-    """
-    scored = run.clock is not None and isinstance(model, nn.Module)
-    return REFERENCE if scored and is_reference(model, run.model) else SCORING

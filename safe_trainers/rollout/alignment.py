@@ -226,13 +226,20 @@ class RolloutAlignment(Feature):
         )
 
     def _align_reference(self, reference: nn.Module) -> None:
-        """Casts each weight of a reference model that TRL loaded to the dtype that it has in the policy model."""
+        """Casts each weight of a reference model that TRL loaded to the dtype that it has in the policy model.
+
+        A model that the user passed, or that has been sharded already, is left as it is.
+        """
         changes = differing_dtypes(reference, self.run.model)
         if not changes:
             return
-        if self.run.trainer.is_fsdp_enabled or self.run.trainer.is_deepspeed_enabled:
+        if self.run.reference_is_live or self.run.trainer.is_fsdp_enabled or self.run.trainer.is_deepspeed_enabled:
             held, wanted = next((from_torch(p.dtype), from_torch(dtype)) for p, dtype in changes)
-            self.run.warn_once(warn("reference-in-another-dtype", "the reference model", held=held, wanted=wanted))
+            loaded = f"`model_init_kwargs={{'dtype': {wanted!r}}}`, and pass the model by name"
+            fix = f"pass a `ref_model` in {wanted}" if self.run.reference_is_live else loaded
+            self.run.warn_once(
+                warn("reference-in-another-dtype", "the reference model", held=held, wanted=wanted, fix=fix)
+            )
             return
         for parameter, dtype in changes:
             parameter.data = parameter.data.to(dtype)

@@ -129,12 +129,13 @@ class RolloutCorrection(Feature):
         return self.run.settings.old_logps == LOSS and unchanged and any(key in inputs for key in OLD_KEYS)
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
-        """Computes log-probabilities; the first ones of a loss change its copy of the slice."""
+        """Computes log-probabilities; the policy's first ones of a loss change its copy of the slice."""
         result = call()
-        if self._slice is None:
+        if self._slice is None or not self.run.scores_policy:
             return result
         batch, self._slice = self._slice, None
-        now, mask = result[0].detach(), sampled_mask(batch)
+        logps = result[0] if isinstance(result, tuple) else result
+        now, mask = logps.detach(), sampled_mask(batch)
         if self._replaces_old(batch):
             of_sequences = (now * batch["completion_mask"]).sum(1)  # as RLOO computes them
             batch.update(

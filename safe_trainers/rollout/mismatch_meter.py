@@ -167,10 +167,10 @@ class MismatchMeter(Feature):
         return _with_finite_weights(batch)
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
-        """Scores completions, and keeps the log-probabilities during a measurement."""
+        """Scores completions, and keeps the policy's log-probabilities during a measurement."""
         result = call()
         logps = result[0] if isinstance(result, tuple) and result else result
-        if self._forwards is not None and isinstance(logps, torch.Tensor):
+        if self._forwards is not None and self.run.scores_policy and isinstance(logps, torch.Tensor):
             self._forwards.append(logps.detach())
         return result
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..core.errors import PrecisionError, Problem, raise_if, refuse
 from ..core.feature import Feature, Run
-from ..model.parts import find_parts, is_reference, unwrap
+from ..model.parts import find_parts, unwrap
 from ..policy.distributed import shards_weights
 from ..policy.sampling import CORRECTABLE, CORRECTION, changed_settings, uncorrectable
 from .head_scaling import postprocessing
@@ -275,7 +275,7 @@ class TruncationCorrection(Feature):
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions; the first scoring of the policy after a rollout is that of the rollout."""
         inputs, self._inputs = self._inputs, {}
-        if self._armed and is_reference(inputs.get("model", self.run.model), self.run.model):
+        if not self.run.scores_policy:
             return call()
         armed, self._armed = self._armed, False
         if not armed or not self._needed:

@@ -23,12 +23,13 @@ from ..checkpoint.mixin import ExactCheckpoints
 from ..checkpoint.trainer_state import TrainerState
 from ..core.errors import ContractError, raise_if
 from ..core.feature import Feature, Run
-from ..core.phase_clock import OPTIMIZER
+from ..core.phase_clock import OPTIMIZER, REFERENCE, SCORING
 from ..core.trl import trl_bases
 from ..diff.feature import RunRecorder
 from ..experts.routes import ExpertRoutes
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
+from ..model.parts import is_reference, unwrap
 from ..numerics.finite_watch import FiniteWatch
 from ..numerics.loss_scale import keep_settings, reset_unusable_scale
 from ..numerics.not_finite import NotFinite
@@ -37,7 +38,7 @@ from ..numerics.step_monitor import StepMonitor
 from ..policy import distributed
 from ..policy.settings import PrecisionSettings
 from ..report.contract_watch import ContractWatch
-from ..report.profiler import Profiler, scoring_phase
+from ..report.profiler import Profiler
 from ..report.reporter import Reporter
 from ..rollout.alignment import RolloutAlignment
 from ..rollout.correction import RolloutCorrection
@@ -61,7 +62,7 @@ from .from_config import (
 )
 from .precision import Precision
 from .shared_model import Placements, taken_over
-from .signature import bind_arguments, default_output_dir, move_quantization_config, signature_of
+from .signature import bind_arguments, default_output_dir, move_quantization_config, signature_of, takes_others
 from .trl_patches import compute_redirected_in_autocast, construction
 
 
@@ -119,11 +120,13 @@ class PrecisionMixin(ExactCheckpoints):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         mro = type(self).__mro__
-        signature = signature_of(mro[mro.index(ExactCheckpoints) + 1 :])
-        arguments = bind_arguments(signature, args, kwargs)
+        below = mro[mro.index(ExactCheckpoints) + 1 :]
+        signature = signature_of(below)
+        arguments = bind_arguments(signature, args, kwargs, takes_others(below))
         run = self._run
         self._trainer_state = TrainerState(run, self.exact_state)
         run.model_is_live = isinstance(arguments.get("model"), nn.Module)
+        run.reference_is_live = isinstance(arguments.get("ref_model"), nn.Module)
         if arguments.get("args") is None and self.config_class is not None:
             arguments["args"] = self.config_class(default_output_dir(arguments.get("model"), type(self)))
         with own_model_init_kwargs(arguments.get("args")):
@@ -164,9 +167,11 @@ class PrecisionMixin(ExactCheckpoints):
         for model in others:
             prepare_other_model(run, model, isinstance(policy, type(model)))
         if getattr(self.args, "cast_lm_head_to_fp32", False):
-            for model in (policy, *others):  # autocast in rollouts would round the output of TRL's float32 head
-                base: Any = model
-                fp32_modules.without_autocast(base.get_output_embeddings())
+            for model in (self.model, getattr(self, "ref_model", None)):  # TRL casts the heads of these two
+                base: Any = None if model is None else unwrap(model)
+                head = None if base is None else base.get_output_embeddings()
+                if head is not None:  # autocast in rollouts would round the output of the float32 head
+                    fp32_modules.without_autocast(head)
         distributed.wrap_forward_in_autocast(self.model, self.accelerator)
         compute_redirected_in_autocast(self)
         run.tell("ready")
@@ -277,9 +282,11 @@ class PrecisionMixin(ExactCheckpoints):
         """Computes log-probabilities of completions, inside the features' `around_scoring`."""
         names = ("model", "input_ids", "attention_mask", "logits_to_keep")
         scored = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+        model = scored.get("model")
+        self._run.scores_policy = not (isinstance(model, nn.Module) and is_reference(model, self.model))
         self._run.tell("before_scoring", scored)
         method = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        phase = scoring_phase(self._run, scored.get("model"))
+        phase = SCORING if self._run.scores_policy else REFERENCE
         return self._run.around("around_scoring", partial(method, *args, **kwargs), phase)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,8 @@ QUANTIZATION = "quantization_config"
 def signature_of(classes: tuple[type, ...]) -> inspect.Signature:
     """Returns the signature of the first class whose `__init__` names its arguments.
 
-    Classes before it take `*args` and pass them on; their keyword-only arguments are added to the signature.
+    Classes before it take `*args` and pass them on. Arguments that they name before `*args` come first in the
+    signature, and their keyword-only arguments are added to it.
     """
     own: dict[str, inspect.Parameter] = {}
     for cls in classes:
@@ -26,27 +27,57 @@ def signature_of(classes: tuple[type, ...]) -> inspect.Signature:
             signature = inspect.signature(vars(cls)["__init__"])
             named = list(signature.parameters.values())[1:]  # without self
             if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in named):
-                own = {name: parameter for name, parameter in own.items() if name not in signature.parameters}
+                leading = [parameter for parameter in own.values() if parameter.kind is not parameter.KEYWORD_ONLY]
+                only = [p for p in own.values() if p.kind is p.KEYWORD_ONLY and p.name not in signature.parameters]
                 last = [parameter for parameter in named if parameter.kind is parameter.VAR_KEYWORD]
-                first = [parameter for parameter in named if parameter.kind is not parameter.VAR_KEYWORD]
-                return signature.replace(parameters=[*first, *own.values(), *last])
-            own |= {parameter.name: parameter for parameter in named if parameter.kind is parameter.KEYWORD_ONLY}
+                others = [p for p in named if p.kind is not p.VAR_KEYWORD and p.name not in {q.name for q in leading}]
+                if any(parameter.default is not parameter.empty for parameter in leading):
+                    others = [_optional(parameter) for parameter in others]
+                return signature.replace(parameters=[*leading, *others, *only, *last])
+            own |= {p.name: p for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return inspect.Signature()
 
 
-def bind_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _optional(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter with a default, as it has to follow one that has a default."""
+    positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+    return parameter.replace(default=None) if positional else parameter
+
+
+def takes_others(classes: tuple[type, ...]) -> bool:
+    """Whether a class before the one that names its arguments takes keyword arguments of any name.
+
+    Args:
+        classes: The classes, in their order of resolution.
+    """
+    for cls in classes:
+        if "__init__" in vars(cls):
+            kinds = {parameter.kind for parameter in inspect.signature(vars(cls)["__init__"]).parameters.values()}
+            if inspect.Parameter.VAR_POSITIONAL not in kinds:
+                return False
+            if inspect.Parameter.VAR_KEYWORD in kinds:
+                return True
+    return False
+
+
+def bind_arguments(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], others: bool = False
+) -> dict[str, Any]:
     """Returns the arguments of a trainer by name.
 
     Args:
         signature: The trainer's signature.
         args: The positional arguments.
         kwargs: The keyword arguments; `quantization_config` is accepted under every TRL release.
+        others: Whether keyword arguments that the signature does not have are accepted, see `takes_others`.
 
     Raises:
         TypeError: If the arguments do not match the signature.
     """
     known = _takes_quantization(signature)
-    bound = dict(signature.bind(*args, **{k: v for k, v in kwargs.items() if known or k != QUANTIZATION}).arguments)
+    free = {name: value for name, value in kwargs.items() if others and name not in signature.parameters}
+    named = {name: value for name, value in kwargs.items() if name not in free and (known or name != QUANTIZATION)}
+    bound = dict(signature.bind(*args, **named).arguments) | free
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))

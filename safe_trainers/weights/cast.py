@@ -29,19 +29,24 @@ class ParameterCast:
     elements: int
 
 
+COMPILED = "_orig_mod."
+"""What `torch.compile` adds to the names of parameters."""
+
+
 def apply_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
     """Casts parameters in place, one at a time, so that at most one tensor is in memory twice.
 
     A second call casts only parameters whose dtype has changed since; PEFT, for example, upcasts adapters on loading.
+    The model may have been compiled meanwhile; parameters that it no longer has are left out.
 
     Args:
         model: The model.
         casts: The casts.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
     for cast in casts:
-        parameter = parameters[cast.name]
-        if from_torch(parameter.dtype) != cast.target:
+        parameter = parameters.get(cast.name)
+        if parameter is not None and from_torch(parameter.dtype) != cast.target:
             parameter.data = parameter.data.to(to_torch(cast.target))
 
 

@@ -237,7 +237,7 @@ UNFIT = [
     ("bf16", "perhaps", "bf16 must be true or false, got 'perhaps'", None),
     ("use_peft", "off", "use_peft must be true or false, got 'off'", "use_peft: false"),
     ("optim", "adamw_troch", "optim must be one of adamw_torch", "optim: adamw_torch"),
-    ("run_name", True, "run_name must be a string, got true", 'run_name: "true"'),
+    ("run_name", True, "run_name must be a string, got true", 'run_name: "True"'),
     ("run_name", ["a", "b"], "run_name must be a string, got a list of 2", None),
     ("reward_weights", [1, "x"], "reward_weights must be a list of numbers, got a list that holds 'x'", None),
     ("reward_funcs", [{"a": 1}], "reward_funcs must be a list of strings, got a list that holds", None),

@@ -365,7 +365,7 @@ def test_what_is_damaged_is_named_beside_what_is_not(tmp_path, capsys):
 
 
 def test_recipes_that_fit_several_tasks_need_a_task(tmp_path, capsys):
-    values = "model_name_or_path: tiny:text\ndataset_name: tiny:shapes\nprecision: bf16\nuse_cpu: true\n"
+    values = "model_name_or_path: tiny:text\ndataset_name: tiny:preferences\nprecision: bf16\nuse_cpu: true\n"
     for name in ("a.yaml", "b.yaml"):
         (tmp_path / name).write_text(values)
     pair = [str(tmp_path / name) for name in ("a.yaml", "b.yaml")]
@@ -373,4 +373,4 @@ def test_recipes_that_fit_several_tasks_need_a_task(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "fits the tasks" in said
     assert "Add `--task " in said
-    assert main(["compare", *pair, "--task", "reward"]) in (0, 1)
+    assert main(["compare", *pair, "--task", "dpo"]) in (0, 1)

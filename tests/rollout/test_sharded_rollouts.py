@@ -24,7 +24,10 @@ def test_a_sharded_head_cannot_renormalise_truncated_samples():
 def test_a_sharded_reference_in_another_dtype_is_reported():
     warned = []
     trainer = SimpleNamespace(is_fsdp_enabled=True, is_deepspeed_enabled=False)
-    run = SimpleNamespace(model=tiny.build_model("text").to(torch.bfloat16), trainer=trainer, warn_once=warned.append)
+    run = SimpleNamespace(
+        model=tiny.build_model("text").to(torch.bfloat16), trainer=trainer, warn_once=warned.append,
+        reference_is_live=False,
+    )  # fmt: skip
     RolloutAlignment(run)._align_reference(tiny.build_model("text"))
     assert [problem.id for problem in warned] == ["reference-in-another-dtype"]
     assert "float32" in warned[0].why
