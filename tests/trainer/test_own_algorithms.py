@@ -44,11 +44,11 @@ def test_a_constructor_may_have_arguments_of_its_own(between):
     made = cells.arguments(Cell("text", "grpo", "fp32", None), SafeGRPOConfig)
     safe = sandwiched(between)
     assert safe(alpha=0.5, **made).alpha == 0.5
+    with pytest.raises(TypeError, match="beta_of_mine"):
+        safe(**made, alpha=0.5, beta_of_mine=1)
     positional = [made.pop("model")] if between is AlphaSecond else []
     if between is not AlphaAnywhere:
         assert safe(*positional, 0.5, **made).alpha == 0.5
-    with pytest.raises(TypeError, match="beta_of_mine"):
-        safe(**made, alpha=0.5, beta_of_mine=1)
 
 
 class ScoresReferenceFirst(trl.GRPOTrainer):
@@ -107,7 +107,7 @@ def test_a_reference_model_of_the_user_keeps_its_dtype():
     made = cells.arguments(Cell("text", "dpo", "fp32", None), SafeDPOConfig, steps=1)
     reference = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
     with pytest.warns(
-        PrecisionWarning, match="the reference model: Its weights are bfloat16, and those of the policy"
+        PrecisionWarning, match="Its weights are bfloat16, and those of the policy float32"
     ):
         cells.SAFE["dpo"](**made, ref_model=reference).train()
     assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
