@@ -169,8 +169,7 @@ class Bench:
 
     Args:
         trainer: An instance of a class that `measured` has made.
-        batches: The rows of each batch, as the trainer's dataloader returns them. No batch has more rows than the
-            first.
+        batches: The rows of each batch, as the trainer's dataloader returns them. The last one may have fewer.
     """
 
     def __init__(self, trainer: Any, batches: Sequence[Sequence[Mapping[str, Any]]]) -> None:
@@ -178,8 +177,7 @@ class Bench:
         self._probe: RolloutProbe = trainer._run.feature(RolloutProbe)
         trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.eval()  # dropout would differ between the two sides
-        # The rows are prompts of their own; their advantages are not used.
-        trainer.num_generations = trainer.num_generations_eval = len(batches[0])
+        trainer.mask_truncated_completions = False  # it leaves tokens out of the loss, which are sampled all the same
 
     @property
     def model(self) -> Any:
@@ -291,12 +289,14 @@ class Bench:
             yield scored, sampler, sampled_mask(batch), spent, [turn.tokens.tolist() for turn in turns]
 
     def _batch(self, names: Iterable[str], forced: Any, rows: Sequence[Mapping[str, Any]], seed: int) -> Any:
-        device = self.trainer.accelerator.device
+        trainer, device = self.trainer, self.trainer.accelerator.device
         devices = [device] if device.type not in {"cpu", "meta"} else []
         self._probe.begin(len(rows), forced)
+        # The rows are prompts of their own; their advantages are not used.
+        trainer.num_generations = trainer.num_generations_eval = len(rows)
         with torch.no_grad(), self._computing(names), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            return self.trainer._generate_and_score_completions([dict(row) for row in rows])
+            return trainer._generate_and_score_completions([dict(row) for row in rows])
 
     def _loss(self, batch: Any) -> None:
         with self.trainer.compute_loss_context_manager():

@@ -144,6 +144,19 @@ def test_figures_of_known_differences():
     assert Figures.of_dict(json.loads(json.dumps(lost.to_dict()))) == lost
 
 
+def test_the_last_batch_may_have_fewer_rows(tmp_path, builder):
+    bench = bench_of(Builder(tmp_path, rows=17), batches=2, max_completion_length=2)
+    assert [len(rows) for rows in bench.batches] == [12, 5]
+    assert bench.measure(NOTHING, bench.sample(NOTHING, seed=0)).sequences == 17
+    assert bench.promise(NOTHING, 0, lambda figures: True, lambda rounds: rounds < 3, 1).sequences == 12 + 5 + 12
+
+
+def test_truncated_completions_are_measured_although_the_loss_leaves_them_out(builder):
+    tokens = bench_of(builder, max_completion_length=3).measure(NOTHING, None).tokens
+    masking = bench_of(builder, max_completion_length=3, mask_truncated_completions=True)
+    assert masking.measure(NOTHING, None).tokens == tokens > 0
+
+
 # ---- Groups and patterns ----
 
 
