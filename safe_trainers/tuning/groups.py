@@ -46,6 +46,24 @@ def find_groups(model: nn.Module) -> tuple[Group, ...]:
     return _groups(model, _named_groups(model))
 
 
+def find_rules(model: nn.Module) -> tuple[Group, ...]:
+    """Returns the sets of fixed rules, which a search has to beat.
+
+    Args:
+        model: A transformers model, possibly wrapped.
+
+    Returns:
+        The head, and the last 1, 2, 4, ... layers of the text model; without rules that cannot compute in float32.
+    """
+    layers, head = layer_names(model), head_name(model)
+    rules = [] if head is None else [("head only", [head])]
+    count = 1
+    while count < len(layers):
+        rules.append((f"last {count} layers" if count > 1 else "last layer", list(layers[-count:])))
+        count *= 2
+    return _groups(model, rules)
+
+
 def divide(model: nn.Module, group: Group) -> tuple[Group, ...]:
     """Divides a group into the children of its modules, such as the projections of an attention layer.
 

@@ -18,7 +18,7 @@ from ..model.parts import unwrap
 from ..model.trial_forward import is_dtype_error
 from .figures import NOT_COMPUTED, Figures
 from .gradients import Gradients, check_gradients
-from .groups import divide, extra_bytes, find_groups, head_name, layer_names, shortest_patterns
+from .groups import divide, extra_bytes, find_groups, find_rules, shortest_patterns
 from .identity import identity_of
 from .measure import Bench, Tokens, batches_of, check_measured, measured
 from .result import Candidate, Tuning, lines_of
@@ -186,7 +186,7 @@ class _Tuner:
     def _search(self, precision: str, bench: Bench, time_limit: float) -> _Outcome:
         model, store = bench.model, self._store
         groups = [] if precision == "fp32" else find_groups(model)
-        rules = {} if precision == "fp32" else _rules(model)
+        rules = {} if precision == "fp32" else {rule.modules: rule.name for rule in find_rules(model)}
         if not self._outcomes:
             store.open(identity_of(self._plan.target, bench.trainer, bench.batches, self._fresh))
             if store.resumed:
@@ -437,17 +437,6 @@ def rows_for(sequences: int, size: int) -> int:
         size: Rows of a batch.
     """
     return (1 + SELECTION + HELD_OUT) * math.ceil(sequences / size) * size
-
-
-def _rules(model: Any) -> dict[Modules, str]:
-    """The sets of fixed rules, which a search has to beat: the head, and the last layers."""
-    layers, head = layer_names(model), head_name(model)
-    rules = {} if head is None else {frozenset([head]): "head only"}
-    count = 1
-    while count < len(layers):
-        rules[frozenset(layers[-count:])] = f"last {count} layers" if count > 1 else "last layer"
-        count *= 2
-    return rules
 
 
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:

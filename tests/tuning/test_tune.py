@@ -19,6 +19,7 @@ import safe_trainers
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, tiny
 from safe_trainers.cli.main import main
 from safe_trainers.core.errors import RecipeError
+from safe_trainers.numerics.overflow_fix import computing_in_float32
 from safe_trainers.testing import fp16_on_cpu
 from safe_trainers.tuning.figures import Figures, summarize
 from safe_trainers.tuning.gradients import check_gradients
@@ -27,6 +28,7 @@ from safe_trainers.tuning.groups import (
     divide,
     extra_bytes,
     find_groups,
+    find_rules,
     head_name,
     layer_names,
     shortest_patterns,
@@ -178,6 +180,28 @@ def test_all_layers_of_a_kind_are_one_pattern():
     names = [f"model.layers.{number}.self_attn" for number in range(3)]
     assert shortest_patterns(model, names) == ["self_attn"]
     assert shortest_patterns(model, names[1:]) == ["layers.1.self_attn", "layers.2.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("packed", "expected"),
+    [
+        ([], ["head only", "last layer", "last 2 layers"]),
+        ([1], ["head only", "last layer"]),
+        ([2], ["head only"]),
+    ],
+)
+def test_layers_that_cannot_compute_in_float32_are_in_no_rule(packed, expected):
+    bnb = pytest.importorskip("bitsandbytes")
+    model = text_model()
+    for number in packed:
+        layer = model.model.layers[number].mlp
+        size = layer.up_proj.in_features, layer.up_proj.out_features
+        layer.up_proj = bnb.nn.Linear8bitLt(*size, bias=False, has_fp16_weights=False)
+    rules = find_rules(model)
+    assert [rule.name for rule in rules] == expected
+    for rule in rules:
+        with computing_in_float32(model, rule.modules):
+            pass
 
 
 # ---- The search ----
