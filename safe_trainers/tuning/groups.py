@@ -117,10 +117,10 @@ def shortest_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
         name = next(iter(left))
         pieces = name.split(".")
         ends = [".".join(pieces[-count:]) for count in range(1, len(pieces) + 1) if not pieces[-count].isdigit()]
-        pattern, covered = name, {name}
+        pattern, covered = name, frozenset([name])
         for end in ends:
-            matched = set(find_modules(model, [end]))
-            if matched <= chosen:
+            matched = _in_float32(model, [end])
+            if matched and matched <= chosen:
                 pattern, covered = end, matched
                 break
         patterns.append(pattern)
@@ -132,13 +132,18 @@ def _groups(model: nn.Module, named: Iterable[tuple[str, list[str]]]) -> tuple[G
     """Makes groups of modules that can compute in float32; of equal groups, the first one."""
     found: dict[frozenset[str], Group] = {}
     for label, names in named:
-        try:
-            modules = frozenset(find_modules(model, names))
-        except PrecisionError:
-            continue
+        modules = _in_float32(model, names)
         if modules and modules not in found:
             found[modules] = Group(label, modules, extra_bytes(model, modules))
     return tuple(found.values())
+
+
+def _in_float32(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """The modules that `fp32_modules` with these names selects; empty if one of them cannot compute in float32."""
+    try:
+        return frozenset(find_modules(model, names))
+    except PrecisionError:
+        return frozenset()
 
 
 def _named_groups(model: nn.Module) -> Iterator[tuple[str, list[str]]]:

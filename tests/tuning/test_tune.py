@@ -199,8 +199,10 @@ def test_layers_that_cannot_compute_in_float32_are_in_no_rule(packed, expected):
         layer.up_proj = bnb.nn.Linear8bitLt(*size, bias=False, has_fp16_weights=False)
     rules = find_rules(model)
     assert [rule.name for rule in rules] == expected
-    for rule in rules:
-        with computing_in_float32(model, rule.modules):
+    for group in (*rules, *find_groups(model)):
+        selected = find_modules(model, shortest_patterns(model, group.modules))
+        assert selected.keys() == group.modules
+        with computing_in_float32(model, list(selected)):
             pass
 
 
