@@ -10,6 +10,7 @@ import cells
 import pytest
 import torch
 import trl
+from calling_tools import calling_tokenizer, look
 from datasets import Dataset
 from overflowing import overflowing
 from policing import reset_accelerate
@@ -38,6 +39,7 @@ from safe_trainers.tuning.search import NOTHING, Goal, OutOfTimeError, Search, o
 from safe_trainers.tuning.store import Store
 from safe_trainers.tuning.tune import Plan, forget_precision, tune_trainer
 from safe_trainers.weights.fp32_modules import find_modules
+from upstream import needs_tools
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
@@ -74,6 +76,7 @@ class Builder:
             "precision_report": "off",
             **changes,
         }
+        self.arguments = {}  # further arguments of the trainer
 
     def __call__(self, precision, wrap=lambda trainer_class: trainer_class, **changes):
         return wrap(fp16_on_cpu(SafeGRPOTrainer))(
@@ -82,6 +85,7 @@ class Builder:
             reward_funcs=lambda completions, **_: [float(len(str(text)) % 5) for text in completions],
             processing_class=self.processor,
             train_dataset=self.dataset,
+            **self.arguments,
         )
 
 
@@ -157,6 +161,29 @@ def test_truncated_completions_are_measured_although_the_loss_leaves_them_out(bu
     tokens = bench_of(builder, max_completion_length=3).measure(NOTHING, None).tokens
     masking = bench_of(builder, max_completion_length=3, mask_truncated_completions=True)
     assert masking.measure(NOTHING, None).tokens == tokens > 0
+
+
+@needs_tools
+def test_turns_after_tools_are_measured(tmp_path, builder):
+    builder = Builder(
+        tmp_path, max_completion_length=64, max_tool_calling_iterations=2, generation_kwargs={"max_new_tokens": 6}
+    )
+    builder.processor, builder.arguments = calling_tokenizer(), {"tools": [look]}
+    prompt = [{"role": "user", "content": "what is in the picture"}]
+    builder.dataset = Dataset.from_dict({"prompt": [prompt] * 12})
+    bench = bench_of(builder)
+    (turns,) = tokens = bench.sample(NOTHING, seed=3)
+    assert len(turns) > 1
+    sampled, forced = bench.measure(NOTHING, None, seed=3), bench.measure(NOTHING, tokens)
+    assert 0 < sampled.mean < math.inf  # infinite if a token of a later turn was not recorded
+    assert forced == replace(sampled, seconds=forced.seconds)
+
+
+def test_a_run_that_weights_its_losses_is_measured(builder):
+    """Its losses need the log-probabilities of the sampler, which one recording gives to both features."""
+    plain = bench_of(builder).measure(NOTHING, None)
+    weighted = bench_of(builder, rollout_correction=True).measure(NOTHING, None)
+    assert weighted == replace(plain, seconds=weighted.seconds)
 
 
 # ---- Groups and patterns ----
