@@ -1,7 +1,6 @@
 """Finds the precision and the modules in float32 that hold the mismatch of sampler and trainer, by measuring."""
 
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,12 +9,11 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any, Never
 
-from accelerate.state import AcceleratorState, GradientState
-
 from ..core.dtypes import FLOAT16, FLOAT32
 from ..core.errors import PrecisionWarning, RecipeError, SafeTrainersError
 from ..model.parts import unwrap
 from ..model.trial_forward import is_dtype_error
+from .accelerate_state import forget_precision, precision_kept
 from .figures import NOT_COMPUTED, Figures
 from .gradients import Gradients, check_gradients
 from .groups import divide, extra_bytes, find_groups, find_rules, shortest_patterns
@@ -423,10 +421,8 @@ def tune_trainer(build: Builder, plan: Plan, store: Store) -> Tuning:
         RecipeError: If no precision can be measured.
         PrecisionError: If the trainer of the only precision cannot be built.
     """
-    try:
+    with precision_kept():
         return _Tuner(build, plan, store).run()
-    finally:
-        forget_precision()
 
 
 def rows_for(sequences: int, size: int) -> int:
@@ -461,10 +457,3 @@ def _contributions(search: Search) -> Iterator[Mapping[str, Any]]:
         yield {"group": row.group.name, "bytes": row.group.nbytes} | {
             "alone": mean(row.alone), "in_float32": mean(row.removed)
         }  # fmt: skip
-
-
-def forget_precision() -> None:
-    """Lets the next accelerator have another precision; accelerate allows one for the length of a process."""
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of transformers 4
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()

@@ -1,5 +1,6 @@
 """The precision search: what it measures is what a run logs, and its sets are the smallest that hold."""
 
+import contextlib
 import copy
 import json
 import math
@@ -10,6 +11,7 @@ import cells
 import pytest
 import torch
 import trl
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from calling_tools import calling_tokenizer, look
 from datasets import Dataset
 from overflowing import overflowing
@@ -22,6 +24,7 @@ from safe_trainers.cli.main import main
 from safe_trainers.core.errors import RecipeError
 from safe_trainers.numerics.overflow_fix import computing_in_float32
 from safe_trainers.testing import fp16_on_cpu
+from safe_trainers.tuning.accelerate_state import forget_precision
 from safe_trainers.tuning.figures import Figures, summarize
 from safe_trainers.tuning.gradients import check_gradients
 from safe_trainers.tuning.groups import (
@@ -37,7 +40,7 @@ from safe_trainers.tuning.groups import (
 from safe_trainers.tuning.measure import Bench, batches_of, measured
 from safe_trainers.tuning.search import NOTHING, Goal, OutOfTimeError, Search, outermost, within
 from safe_trainers.tuning.store import Store
-from safe_trainers.tuning.tune import Plan, forget_precision, tune_trainer
+from safe_trainers.tuning.tune import Plan, tune_trainer
 from safe_trainers.weights.fp32_modules import find_modules
 from upstream import needs_tools
 
@@ -515,6 +518,29 @@ def test_a_mismatch_that_is_not_rounding_is_said_to_be_none(builder, monkeypatch
     assert not found.reached
     assert "not due to the precision" in " ".join(found.notes)
     assert "the best that was found" in found.verdict
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_trainers_of_the_process_train_in_their_precision_after_a_search(builder, monkeypatch, fails):
+    trainer = builder("bf16", max_steps=1, max_completion_length=2)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as transformers 4 does
+    before = dict(AcceleratorState._shared_state), dict(PartialState._shared_state), dict(GradientState._shared_state)
+
+    def build(precision, wrap):
+        made = builder(precision, wrap, precision_metrics=False, max_completion_length=2)
+        assert made.accelerator.mixed_precision == "no"
+        if fails:
+            raise RuntimeError("it failed")
+        return made
+
+    with pytest.raises(RuntimeError, match="it failed") if fails else contextlib.nullcontext():
+        safe_trainers.tune(build, precisions=["fp32"], sequences=12, time_limit=1)
+    after = AcceleratorState._shared_state, PartialState._shared_state, GradientState._shared_state
+    assert after == before
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert trainer.accelerator.mixed_precision == "bf16"
 
 
 # ---- The command ----
