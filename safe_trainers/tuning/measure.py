@@ -142,11 +142,17 @@ def measured(trainer_class: type) -> type:
 
 
 def check_measured(trainer: Any) -> None:
-    """Raises `RecipeError` if a trainer is not an instance of a class that `measured` has made."""
+    """Raises `RecipeError` if a trainer is not of a class that `measured` has made, or has modules in float32."""
     if RolloutProbe not in getattr(type(trainer), "features", ()):
         raise RecipeError(
             f"the function returned an instance of {type(trainer).__name__}, which cannot be measured. Write: "
             "return measured(SafeGRPOTrainer)(...)"
+        )
+    modules = trainer.precision.settings.fp32_modules
+    if modules:
+        raise RecipeError(
+            f"the function returned a trainer with fp32_modules={modules!r}, with which all sets would be measured, and "
+            "which the lines of the result would replace. Write: fp32_modules=None"
         )
 
 

@@ -669,6 +669,13 @@ def test_a_function_that_builds_something_else_is_one_error(made, message):
     assert message in str(refused.value)
 
 
+def test_a_function_with_modules_in_float32_is_one_error(builder):
+    with pytest.raises(RecipeError) as refused:
+        safe_trainers.tune(lambda p, m: builder(p, m, fp32_modules=["lm_head"]), precisions=["bf16"], sequences=12)
+    assert "a trainer with fp32_modules=['lm_head'], with which all sets would be measured" in str(refused.value)
+    assert str(refused.value).endswith("Write: fp32_modules=None")
+
+
 def test_measurements_of_another_search_are_neither_used_nor_lost(recipe, capsys):
     common = ["--task", "grpo", "--sequences", "12", "--precision", "bf16", "--max_tokens", "4", "--max_bytes", "0"]
     command = ["tune", recipe.name, *common, "--time_limit", "1", "--json", "found.json"]
