@@ -151,8 +151,8 @@ def check_measured(trainer: Any) -> None:
     modules = trainer.precision.settings.fp32_modules
     if modules:
         raise RecipeError(
-            f"the function returned a trainer with fp32_modules={modules!r}, with which all sets would be measured, and "
-            "which the lines of the result would replace. Write: fp32_modules=None"
+            f"the function returned a trainer with fp32_modules={modules!r}, with which all sets would be measured, "
+            "and which the lines of the result would replace. Write: fp32_modules=None"
         )
 
 

@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 
 import cells
+import numpy as np
 import pytest
 import torch
 import trl
@@ -15,6 +16,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from calling_tools import calling_tokenizer, look
 from datasets import Dataset
 from overflowing import overflowing
+from PIL import Image
 from policing import reset_accelerate
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,6 +39,7 @@ from safe_trainers.tuning.groups import (
     layer_names,
     shortest_patterns,
 )
+from safe_trainers.tuning.identity import hash_of_rows
 from safe_trainers.tuning.measure import Bench, batches_of, measured
 from safe_trainers.tuning.search import NOTHING, Goal, OutOfTimeError, Search, outermost, within
 from safe_trainers.tuning.store import Store
@@ -694,6 +697,45 @@ def test_measurements_of_another_search_are_neither_used_nor_lost(recipe, capsys
     assert main(["tune", "tiny:text", *common[2:], "--json", "found.json"]) == 2
     assert "they differ in target, mine.yaml in place of tiny:text" in capsys.readouterr().err
     assert (recipe.parent / "found.json").read_bytes() == held
+
+
+def palette_image(colour):
+    image = Image.new("P", (2, 2))
+    image.putpalette([colour] * 3)
+    return image
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [Image.new("RGB", (2, 2), colour) for colour in (0, 1)],
+        [Image.new("L", size) for size in ((2, 3), (3, 2))],
+        [palette_image(colour) for colour in (0, 1)],
+        [[{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (2, 2), c)}]}] for c in (0, 1)],
+        [{"bytes": content, "path": None} for content in (b"a", b"b")],
+        [np.full((2, 2), value) for value in (0, 1)],
+        [np.array(["a", value], dtype=object) for value in ("b", "c")],
+        [torch.full((2, 2), value, dtype=torch.bfloat16) for value in (0, 1)],
+        ["easy", "hard"],
+        [1, 2],
+    ],
+    ids=lambda values: type(values[0]).__name__,
+)
+def test_measurements_depend_on_the_content_of_all_columns(values):
+    one, other = ([{"prompt": "a", "column": value}] for value in values)
+    assert hash_of_rows(one) == hash_of_rows(copy.deepcopy(one)) != hash_of_rows(other)
+
+
+def test_measurements_of_other_images_are_refused(tmp_path):
+    def identity(colour):
+        return {"target": "a", "rows": hash_of_rows([{"prompt": "a", "image": Image.new("RGB", (2, 2), colour)}])}
+
+    store = Store(tmp_path / "found.json")
+    store.open(identity(0))
+    store.write({})
+    Store(tmp_path / "found.json").open(identity(0))
+    with pytest.raises(RecipeError, match="they differ in the rows of the dataset"):
+        Store(tmp_path / "found.json").open(identity(1))
 
 
 def test_a_model_that_does_not_fit_is_one_error(recipe, monkeypatch, capsys):
