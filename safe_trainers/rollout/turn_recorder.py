@@ -15,7 +15,7 @@ class TurnRecorder(Feature):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._turns: list[Turn] | None = None  # the turns so far; `None` if nobody asks for them
+        self._turns: list[Turn] | None = None  # the turns so far; `None` if no feature asks for them
         self._turn: Turn | None = None  # the turn that is being generated
         self._prompts: Any = ()  # token ids of the prompts of the next turn
 
