@@ -169,7 +169,7 @@ class Bench:
         self._probe: RolloutProbe = trainer._run.feature(RolloutProbe)
         trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.eval()  # dropout would differ between the two sides
-        trainer.mask_truncated_completions = False  # it leaves tokens out of the loss, which are sampled all the same
+        trainer.mask_truncated_completions = False  # a setting of the loss: their tokens are sampled too
 
     @property
     def model(self) -> Any:
