@@ -36,11 +36,12 @@ from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
 from safe_trainers.core.errors import SafeTrainersError
 from safe_trainers.testing import fp16_on_cpu
 from safe_trainers.tiny.models import finish
+from safe_trainers.tuning.accelerate_state import forget_precision
 from safe_trainers.tuning.groups import extra_bytes, find_groups, head_name, layer_names
 from safe_trainers.tuning.measure import Bench, batches_of, measured
 from safe_trainers.tuning.search import NOTHING, Goal, outermost
 from safe_trainers.tuning.store import Store
-from safe_trainers.tuning.tune import Plan, forget_precision, rows_for, tune_trainer
+from safe_trainers.tuning.tune import Plan, rows_for, tune_trainer
 from safe_trainers.weights.fp32_modules import find_modules
 
 

@@ -29,11 +29,10 @@ from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..core.feature import Feature, Run
 from ..core.trl import has_rollouts
 from ..experts.routes import ExpertRoutes
-from ..model.parts import unwrap
 from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
 from .correction import OLD_KEYS, check_weights, corrects_generate, sampled_mask
-from .logprob_recorder import ARGUMENT, RECORDED_MODES, SAMPLER_KEY, Turn, align, takes_recording
+from .logprob_recorder import SAMPLER_KEY, align
 from .mismatch import (
     EPS,
     PREFIX,
@@ -47,6 +46,7 @@ from .mismatch import (
 )
 from .sequence_weights import vanishing
 from .truncation import TruncationCorrection
+from .turn_recorder import TurnRecorder
 
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,7 @@ class MismatchMeter(Feature):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._turns: list[Turn] | None = None  # the turns of the current rollout
-        self._turn: Turn | None = None  # the turn that is being generated
         self._forwards: list[torch.Tensor] | None = None  # log-probabilities of forward passes to measure, each (B, C)
-        self._prompts: Any = ()  # token ids of the prompts of the next turn
         self._has_rollouts = has_rollouts(type(run.trainer))
         self._limits = limits_of(run.args)
         self._in_batch = False  # whether a rollout batch is being made
@@ -92,33 +89,9 @@ class MismatchMeter(Feature):
         self._dropout: bool | None = None  # whether dropout is active in training; `None` if unknown
         self._logged: set[str] = set()
         if not self._has_rollouts:
-            self.rest("around_loss", "on_inputs")
+            self.rest("around_loss")
 
     # ---- Around what TRL does ----
-
-    def before_rollout(self, prompt_ids: Any) -> None:
-        """Keeps the prompts of the turn."""
-        self._prompts = prompt_ids
-
-    def around_rollout(self, call: Callable[[], Any]) -> Any:
-        """Generates one turn, and keeps the sampler's log-probabilities."""
-        temperature = getattr(self.run.trainer, "temperature", None)
-        if self._turns is None or temperature is None or self._why_not_recordable() is not None:
-            return call()
-        self._turn = turn = Turn(temperature, self._prompts)
-        try:
-            result = call()
-        finally:
-            self._turn = None
-        turn.lengths = [len(ids) for ids in (result[0] if isinstance(result, tuple) else result)]
-        self._turns.append(turn)
-        return result
-
-    def on_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Adds the recording function to the inputs of `generate`, if this turn is recorded."""
-        if self._turn is None or "input_ids" not in inputs:
-            return inputs
-        return {**inputs, ARGUMENT: self._turn.recording()}
 
     def around_batch(self, call: Callable[[], Any]) -> Any:
         """Generates and scores a rollout batch, and measures it or stores the sampler's log-probabilities in it.
@@ -144,13 +117,13 @@ class MismatchMeter(Feature):
         measures = self._measures()
         if not measures and not corrects_generate(self.run):
             return _with_finite_weights(call())
-        turns: list[Turn] = []
         forwards: list[torch.Tensor] = []
-        self._turns, self._forwards = turns, forwards
+        self._forwards = forwards
         try:
-            batch = call()
+            with self.run.feature(TurnRecorder).recording() as turns:
+                batch = call()
         finally:
-            self._turns = self._forwards = None
+            self._forwards = None
         self._synced = samples_from_current_weights(self.run)
         if not _has_completions(batch):
             self._log_once(f"the rollout batches of this trainer do not have {' and '.join(_COMPLETIONS)}")
@@ -292,16 +265,6 @@ class MismatchMeter(Feature):
             self._log_once("dropout is active, and differs between rollout and loss; evaluations are still measured")
         return not self._dropout
 
-    def _why_not_recordable(self) -> str | None:
-        """Why `generate` cannot be recorded, by the configs of trainer and model and its signature; else `None`."""
-        model = unwrap(self.run.model)
-        configs = [getattr(owner, "generation_config", None) for owner in (self.run.trainer, model)]
-        if not all(config is None or config.get_generation_mode() in RECORDED_MODES for config in configs):
-            return "generation neither samples nor decodes greedily"
-        if not takes_recording(model):
-            return f"the `generate` of {type(model).__name__} does not accept `custom_generate`"
-        return None
-
     def _count(self, trainer: torch.Tensor | None, sampler: torch.Tensor, batch: Mapping[str, Any]) -> None:
         if trainer is None or trainer.shape != sampler.shape:
             self._log_once("this trainer's loss does not compute per-token log-probabilities")
@@ -403,7 +366,8 @@ class MismatchMeter(Feature):
                 return f"{name}=True does not return log-probabilities"
         if getattr(self.run.trainer, "temperature", None) is None:
             return "this trainer has no temperature"
-        return self._why_not_recordable() or "the sampler's log-probabilities could not be matched to the batch"
+        why = self.run.feature(TurnRecorder).why_not_recordable()
+        return why or "the sampler's log-probabilities could not be matched to the batch"
 
     def _log_once(self, why: str, what: str = f"{PREFIX}logp_mismatch_* are") -> None:
         if why not in self._logged and self.run.is_main:

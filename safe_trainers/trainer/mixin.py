@@ -46,6 +46,7 @@ from ..rollout.kept_casts import KeptCasts
 from ..rollout.mismatch_meter import MismatchMeter, check_reward_weights
 from ..rollout.scoring_inputs import ScoringInputs
 from ..rollout.truncation import TruncationCorrection
+from ..rollout.turn_recorder import TurnRecorder
 from ..weights import fp32_modules
 from ..weights.cast import weights_restored
 from .base import prepare_other_model
@@ -89,6 +90,7 @@ class PrecisionMixin(ExactCheckpoints):
         ScoringInputs,
         TruncationCorrection,
         RolloutCorrection,
+        TurnRecorder,
         MismatchMeter,
         ContractWatch,
         Reporter,

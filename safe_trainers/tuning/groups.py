@@ -46,6 +46,24 @@ def find_groups(model: nn.Module) -> tuple[Group, ...]:
     return _groups(model, _named_groups(model))
 
 
+def find_rules(model: nn.Module) -> tuple[Group, ...]:
+    """Returns the sets of fixed rules, which a search has to beat.
+
+    Args:
+        model: A transformers model, possibly wrapped.
+
+    Returns:
+        The head, and the last 1, 2, 4, ... layers of the text model; without rules that cannot compute in float32.
+    """
+    layers, head = layer_names(model), head_name(model)
+    rules = [] if head is None else [("head only", [head])]
+    count = 1
+    while count < len(layers):
+        rules.append((f"last {count} layers" if count > 1 else "last layer", list(layers[-count:])))
+        count *= 2
+    return _groups(model, rules)
+
+
 def divide(model: nn.Module, group: Group) -> tuple[Group, ...]:
     """Divides a group into the children of its modules, such as the projections of an attention layer.
 
@@ -99,10 +117,10 @@ def shortest_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
         name = next(iter(left))
         pieces = name.split(".")
         ends = [".".join(pieces[-count:]) for count in range(1, len(pieces) + 1) if not pieces[-count].isdigit()]
-        pattern, covered = name, {name}
+        pattern, covered = name, frozenset([name])
         for end in ends:
-            matched = set(find_modules(model, [end]))
-            if matched <= chosen:
+            matched = _in_float32(model, [end])
+            if matched and matched <= chosen:
                 pattern, covered = end, matched
                 break
         patterns.append(pattern)
@@ -114,13 +132,18 @@ def _groups(model: nn.Module, named: Iterable[tuple[str, list[str]]]) -> tuple[G
     """Makes groups of modules that can compute in float32; of equal groups, the first one."""
     found: dict[frozenset[str], Group] = {}
     for label, names in named:
-        try:
-            modules = frozenset(find_modules(model, names))
-        except PrecisionError:
-            continue
+        modules = _in_float32(model, names)
         if modules and modules not in found:
             found[modules] = Group(label, modules, extra_bytes(model, modules))
     return tuple(found.values())
+
+
+def _in_float32(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """The modules that `fp32_modules` with these names selects; empty if one of them cannot compute in float32."""
+    try:
+        return frozenset(find_modules(model, names))
+    except PrecisionError:
+        return frozenset()
 
 
 def _named_groups(model: nn.Module) -> Iterator[tuple[str, list[str]]]:

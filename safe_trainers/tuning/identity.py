@@ -5,7 +5,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from ..core.versions import __version__
 
@@ -45,17 +47,45 @@ def identity_of(
         ],
         "settings": settings,
         "sequences": [len(rows) for rows in searched],
-        "prompts": _hash_of(row for batches in (searched, selection) for rows in batches for row in rows),
+        "rows": hash_of_rows(row for batches in (searched, selection) for rows in batches for row in rows),
     }
 
 
-def _hash_of(rows: Iterable[Any]) -> str:
-    """A hash of the prompts of rows; of images only the number counts."""
+def hash_of_rows(rows: Iterable[Any]) -> str:
+    """Returns a hash of all columns of rows: a rollout uses prompts and images, its environment any other column.
+
+    Args:
+        rows: The rows.
+    """
     digest = hashlib.sha256()
     for row in rows:
-        prompt = row.get("prompt") if isinstance(row, Mapping) else None
-        digest.update(json.dumps(prompt, default=_name_of).encode())
+        digest.update(json.dumps(_plain(row)).encode())
     return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON, with a hash in place of the content of images, arrays and bytes.
+
+    Of other objects, such as decoders of audio, only the class counts.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return [[str(key), _plain(part)] for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, (bytes, bytearray)):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, Image.Image):
+        return [value.mode, value.size, _plain(value.tobytes()), value.getpalette()]
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return [str(value.dtype), list(value.shape), _plain(content.tobytes())]
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.hasobject:
+            return _plain(value.tolist())
+        return [str(value.dtype), list(value.shape), _plain(value.tobytes())]
+    return type(value).__name__
 
 
 def _name_of(value: Any) -> str:

@@ -22,8 +22,9 @@ from ..core.trl import ROLLOUT_METHOD
 from ..numerics.overflow_fix import computing_in_float32
 from ..numerics.overflow_probe import OverflowProbe
 from ..rollout.correction import OLD_KEYS, sampled_mask
-from ..rollout.logprob_recorder import ARGUMENT, Turn, align
+from ..rollout.logprob_recorder import Turn, align
 from ..rollout.mismatch_meter import old_logps
+from ..rollout.turn_recorder import TurnRecorder
 from ..weights.fp32_modules import covers_head, find_modules
 from .figures import Figures, summarize
 
@@ -57,16 +58,14 @@ class Forced(LogitsProcessor):
 
 
 class RolloutProbe(Feature):
-    """Records or forces the tokens of rollouts, keeps the log-probabilities of both sides, and skips the rewards."""
+    """Forces the tokens of rollouts, keeps the trainer's log-probabilities, and skips the rewards."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.names: tuple[str, ...] = ()  # the modules that compute in float32 now
-        self.turns: list[Turn] = []
         self.forwards: list[torch.Tensor] = []
         self._forced: list[torch.Tensor] | None = None
         self._rows = 0
-        self._turn: Turn | None = None
 
     def begin(self, rows: int, forced: Sequence[Sequence[Sequence[int]]] | None) -> None:
         """Forgets the last batch.
@@ -75,29 +74,16 @@ class RolloutProbe(Feature):
             rows: Number of rows of the next batch.
             forced: The tokens of each turn and row; by default they are sampled.
         """
-        self.turns, self.forwards, self._rows = [], [], rows
+        self.forwards, self._rows = [], rows
         device = self.run.accelerator.device
         self._forced = None if forced is None else [torch.tensor(turn, device=device) for turn in forced]
 
-    def around_rollout(self, call: Callable[[], Any]) -> Any:
-        """Generates one turn, and keeps the sampler's log-probabilities."""
-        self._turn = turn = Turn(self.run.trainer.temperature)
-        try:
-            result = call()
-        finally:
-            self._turn = None
-        turn.lengths = [len(ids) for ids in (result[0] if isinstance(result, tuple) else result)]
-        self.turns.append(turn)
-        return result
-
     def on_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Adds the recording function and the forced tokens to the inputs of `generate`."""
-        if self._turn is None or "input_ids" not in inputs:
+        """Adds the forced tokens of the turn to the inputs of `generate`."""
+        position = self.run.feature(TurnRecorder).position
+        if self._forced is None or position is None or "input_ids" not in inputs:
             return inputs
-        added: dict[str, Any] = {ARGUMENT: self._turn.recording()}
-        if self._forced is not None:
-            added["logits_processor"] = LogitsProcessorList([Forced(self._forced[len(self.turns)])])
-        return {**inputs, **added}
+        return {**inputs, "logits_processor": LogitsProcessorList([Forced(self._forced[position])])}
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions, and keeps the log-probabilities, with their graph if gradients are enabled."""
@@ -156,11 +142,17 @@ def measured(trainer_class: type) -> type:
 
 
 def check_measured(trainer: Any) -> None:
-    """Raises `RecipeError` if a trainer is not an instance of a class that `measured` has made."""
+    """Raises `RecipeError` if a trainer is not of a class that `measured` has made, or has modules in float32."""
     if RolloutProbe not in getattr(type(trainer), "features", ()):
         raise RecipeError(
             f"the function returned an instance of {type(trainer).__name__}, which cannot be measured. Write: "
             "return measured(SafeGRPOTrainer)(...)"
+        )
+    modules = trainer.precision.settings.fp32_modules
+    if modules:
+        raise RecipeError(
+            f"the function returned a trainer with fp32_modules={modules!r}, with which all sets would be measured, "
+            "and which the lines of the result would replace. Write: fp32_modules=None"
         )
 
 
@@ -169,8 +161,7 @@ class Bench:
 
     Args:
         trainer: An instance of a class that `measured` has made.
-        batches: The rows of each batch, as the trainer's dataloader returns them. No batch has more rows than the
-            first.
+        batches: The rows of each batch, as the trainer's dataloader returns them. The last one may have fewer.
     """
 
     def __init__(self, trainer: Any, batches: Sequence[Sequence[Mapping[str, Any]]]) -> None:
@@ -178,8 +169,7 @@ class Bench:
         self._probe: RolloutProbe = trainer._run.feature(RolloutProbe)
         trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.eval()  # dropout would differ between the two sides
-        # The rows are prompts of their own; their advantages are not used.
-        trainer.num_generations = trainer.num_generations_eval = len(batches[0])
+        trainer.mask_truncated_completions = False  # a setting of the loss: their tokens are sampled too
 
     @property
     def model(self) -> Any:
@@ -259,7 +249,7 @@ class Bench:
         Returns:
             The gradients of the trainable parameters that have one, times the loss scale.
         """
-        batch = self._batch(names, tokens[0], self.batches[0], 0)
+        batch, _ = self._batch(names, tokens[0], self.batches[0], 0)
         mask = sampled_mask(batch)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with torch.enable_grad(), self._computing(names):
@@ -275,8 +265,7 @@ class Bench:
         names = tuple(names)
         for number, rows in enumerate(batches):
             begun = self._clock()
-            batch = self._batch(names, None if tokens is None else tokens[number], rows, seed + number)
-            turns = self._probe.turns
+            batch, turns = self._batch(names, None if tokens is None else tokens[number], rows, seed + number)
             sampler = align(turns, batch["completion_ids"])
             if any(key in batch for key in OLD_KEYS):
                 scored = old_logps(batch, self._probe.forwards)
@@ -290,13 +279,18 @@ class Bench:
                 raise RuntimeError("the log-probabilities of sampler and trainer cannot be matched")
             yield scored, sampler, sampled_mask(batch), spent, [turn.tokens.tolist() for turn in turns]
 
-    def _batch(self, names: Iterable[str], forced: Any, rows: Sequence[Mapping[str, Any]], seed: int) -> Any:
-        device = self.trainer.accelerator.device
+    def _batch(
+        self, names: Iterable[str], forced: Any, rows: Sequence[Mapping[str, Any]], seed: int
+    ) -> tuple[Any, list[Turn]]:
+        trainer, device = self.trainer, self.trainer.accelerator.device
         devices = [device] if device.type not in {"cpu", "meta"} else []
         self._probe.begin(len(rows), forced)
+        # The rows are prompts of their own; their advantages are not used.
+        trainer.num_generations = trainer.num_generations_eval = len(rows)
         with torch.no_grad(), self._computing(names), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            return self.trainer._generate_and_score_completions([dict(row) for row in rows])
+            with trainer._run.feature(TurnRecorder).recording() as turns:
+                return trainer._generate_and_score_completions([dict(row) for row in rows]), turns
 
     def _loss(self, batch: Any) -> None:
         with self.trainer.compute_loss_context_manager():

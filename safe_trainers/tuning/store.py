@@ -51,7 +51,7 @@ class Store:
             identity: What measurements depend on.
 
         Raises:
-            RecipeError: If the measurements are of another model, other prompts, settings or versions.
+            RecipeError: If the measurements are of another model, other rows, settings or versions.
         """
         self._identity = json.loads(json.dumps(identity))
         if self._state:
@@ -67,8 +67,8 @@ class Store:
         held = dict(_flat(known)) if isinstance(known, dict) else {}
         now = dict(_flat(self._identity))
         names = [name for name in {**now, **held} if held.get(name) != now.get(name)]
-        plain = [name for name in names if name != "prompts"]
-        what = "the prompts" if not plain else f"{plain[0]}, {held.get(plain[0])} in place of {now.get(plain[0])}"
+        name = next((name for name in names if name != "rows"), None)
+        what = "the rows of the dataset" if name is None else f"{name}, {held.get(name)} in place of {now.get(name)}"
         raise RecipeError(
             f"{self._path} has the measurements of another search, which would be lost: they differ in {what}. Write "
             "the name of a new file, or remove this one"

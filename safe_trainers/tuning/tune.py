@@ -1,7 +1,6 @@
 """Finds the precision and the modules in float32 that hold the mismatch of sampler and trainer, by measuring."""
 
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,15 +9,14 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any, Never
 
-from accelerate.state import AcceleratorState, GradientState
-
 from ..core.dtypes import FLOAT16, FLOAT32
 from ..core.errors import PrecisionWarning, RecipeError, SafeTrainersError
 from ..model.parts import unwrap
 from ..model.trial_forward import is_dtype_error
+from .accelerate_state import forget_precision, precision_kept
 from .figures import NOT_COMPUTED, Figures
 from .gradients import Gradients, check_gradients
-from .groups import divide, extra_bytes, find_groups, head_name, layer_names, shortest_patterns
+from .groups import divide, extra_bytes, find_groups, find_rules, shortest_patterns
 from .identity import identity_of
 from .measure import Bench, Tokens, batches_of, check_measured, measured
 from .result import Candidate, Tuning, lines_of
@@ -186,7 +184,7 @@ class _Tuner:
     def _search(self, precision: str, bench: Bench, time_limit: float) -> _Outcome:
         model, store = bench.model, self._store
         groups = [] if precision == "fp32" else find_groups(model)
-        rules = {} if precision == "fp32" else _rules(model)
+        rules = {} if precision == "fp32" else {rule.modules: rule.name for rule in find_rules(model)}
         if not self._outcomes:
             store.open(identity_of(self._plan.target, bench.trainer, bench.batches, self._fresh))
             if store.resumed:
@@ -423,10 +421,8 @@ def tune_trainer(build: Builder, plan: Plan, store: Store) -> Tuning:
         RecipeError: If no precision can be measured.
         PrecisionError: If the trainer of the only precision cannot be built.
     """
-    try:
+    with precision_kept():
         return _Tuner(build, plan, store).run()
-    finally:
-        forget_precision()
 
 
 def rows_for(sequences: int, size: int) -> int:
@@ -437,17 +433,6 @@ def rows_for(sequences: int, size: int) -> int:
         size: Rows of a batch.
     """
     return (1 + SELECTION + HELD_OUT) * math.ceil(sequences / size) * size
-
-
-def _rules(model: Any) -> dict[Modules, str]:
-    """The sets of fixed rules, which a search has to beat: the head, and the last layers."""
-    layers, head = layer_names(model), head_name(model)
-    rules = {} if head is None else {frozenset([head]): "head only"}
-    count = 1
-    while count < len(layers):
-        rules[frozenset(layers[-count:])] = f"last {count} layers" if count > 1 else "last layer"
-        count *= 2
-    return rules
 
 
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -472,10 +457,3 @@ def _contributions(search: Search) -> Iterator[Mapping[str, Any]]:
         yield {"group": row.group.name, "bytes": row.group.nbytes} | {
             "alone": mean(row.alone), "in_float32": mean(row.removed)
         }  # fmt: skip
-
-
-def forget_precision() -> None:
-    """Lets the next accelerator have another precision; accelerate allows one for the length of a process."""
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of transformers 4
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 import vllm_stand_in
+from calling_tools import calling_tokenizer, look
 from cells import Cell
 from datasets import Dataset
 from mismatch_reference import reference
@@ -389,39 +390,11 @@ def test_trls_own_key_is_left_alone():
 
 # ---- Tools ----
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% for call in m.get('tool_calls') or [] %}"
-    "{{ call.function.name }} {{ call.function.arguments | tojson }} {% endfor %}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}"
-)
-
-
-def look(count: int) -> str:
-    """Looks.
-
-    Args:
-        count: How often.
-    """
-    return " ".join(["red squares", "two", "blue"][: 1 + count % 3])
-
 
 @needs_tools
 def test_turns_after_tools_are_measured_and_what_tools_return_is_not():
     torch.manual_seed(0)
-    model, tokenizer = tiny.build_model("text"), tiny.build_processor("text")
-
-    def parse(ids, *args, **kwargs):
-        """An answer that begins with an odd token is a call."""
-        call = {"type": "function", "function": {"name": "look", "arguments": {"count": ids[0]}}}
-        return {
-            "role": "assistant",
-            "content": tokenizer.decode(ids),
-            **({"tool_calls": [call]} if ids[0] % 2 else {}),
-        }
-
-    tokenizer.chat_template, tokenizer.response_template, tokenizer.parse_response = TEMPLATE, {"is": "set"}, parse
-    tokenizer.response_schema = {"is": "set"}  # what it was called first
+    model, tokenizer = tiny.build_model("text"), calling_tokenizer()
     settings = cells.settings(Cell("text", "grpo", "fp32", None), 3) | {
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 64,
         "max_tool_calling_iterations": 2, "generation_kwargs": {"max_new_tokens": 6},

@@ -1,5 +1,6 @@
 """The precision search: what it measures is what a run logs, and its sets are the smallest that hold."""
 
+import contextlib
 import copy
 import json
 import math
@@ -7,11 +8,15 @@ import os
 from dataclasses import replace
 
 import cells
+import numpy as np
 import pytest
 import torch
 import trl
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from calling_tools import calling_tokenizer, look
 from datasets import Dataset
 from overflowing import overflowing
+from PIL import Image
 from policing import reset_accelerate
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,7 +24,9 @@ import safe_trainers
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer, tiny
 from safe_trainers.cli.main import main
 from safe_trainers.core.errors import RecipeError
+from safe_trainers.numerics.overflow_fix import computing_in_float32
 from safe_trainers.testing import fp16_on_cpu
+from safe_trainers.tuning.accelerate_state import forget_precision
 from safe_trainers.tuning.figures import Figures, summarize
 from safe_trainers.tuning.gradients import check_gradients
 from safe_trainers.tuning.groups import (
@@ -27,15 +34,18 @@ from safe_trainers.tuning.groups import (
     divide,
     extra_bytes,
     find_groups,
+    find_rules,
     head_name,
     layer_names,
     shortest_patterns,
 )
+from safe_trainers.tuning.identity import hash_of_rows
 from safe_trainers.tuning.measure import Bench, batches_of, measured
 from safe_trainers.tuning.search import NOTHING, Goal, OutOfTimeError, Search, outermost, within
 from safe_trainers.tuning.store import Store
-from safe_trainers.tuning.tune import Plan, forget_precision, tune_trainer
+from safe_trainers.tuning.tune import Plan, tune_trainer
 from safe_trainers.weights.fp32_modules import find_modules
+from upstream import needs_tools
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::safe_trainers.PrecisionWarning")
@@ -72,6 +82,7 @@ class Builder:
             "precision_report": "off",
             **changes,
         }
+        self.arguments = {}  # further arguments of the trainer
 
     def __call__(self, precision, wrap=lambda trainer_class: trainer_class, **changes):
         return wrap(fp16_on_cpu(SafeGRPOTrainer))(
@@ -80,6 +91,7 @@ class Builder:
             reward_funcs=lambda completions, **_: [float(len(str(text)) % 5) for text in completions],
             processing_class=self.processor,
             train_dataset=self.dataset,
+            **self.arguments,
         )
 
 
@@ -144,6 +156,42 @@ def test_figures_of_known_differences():
     assert Figures.of_dict(json.loads(json.dumps(lost.to_dict()))) == lost
 
 
+def test_the_last_batch_may_have_fewer_rows(tmp_path, builder):
+    bench = bench_of(Builder(tmp_path, rows=17), batches=2, max_completion_length=2)
+    assert [len(rows) for rows in bench.batches] == [12, 5]
+    assert bench.measure(NOTHING, bench.sample(NOTHING, seed=0)).sequences == 17
+    assert bench.promise(NOTHING, 0, lambda figures: True, lambda rounds: rounds < 3, 1).sequences == 12 + 5 + 12
+
+
+def test_truncated_completions_are_measured_although_the_loss_leaves_them_out(builder):
+    tokens = bench_of(builder, max_completion_length=3).measure(NOTHING, None).tokens
+    masking = bench_of(builder, max_completion_length=3, mask_truncated_completions=True)
+    assert masking.measure(NOTHING, None).tokens == tokens > 0
+
+
+@needs_tools
+def test_turns_after_tools_are_measured(tmp_path, builder):
+    builder = Builder(
+        tmp_path, max_completion_length=64, max_tool_calling_iterations=2, generation_kwargs={"max_new_tokens": 6}
+    )
+    builder.processor, builder.arguments = calling_tokenizer(), {"tools": [look]}
+    prompt = [{"role": "user", "content": "what is in the picture"}]
+    builder.dataset = Dataset.from_dict({"prompt": [prompt] * 12})
+    bench = bench_of(builder)
+    (turns,) = tokens = bench.sample(NOTHING, seed=3)
+    assert len(turns) > 1
+    sampled, forced = bench.measure(NOTHING, None, seed=3), bench.measure(NOTHING, tokens)
+    assert 0 < sampled.mean < math.inf  # infinite if a token of a later turn was not recorded
+    assert forced == replace(sampled, seconds=forced.seconds)
+
+
+def test_a_run_that_weights_its_losses_is_measured(builder):
+    """Its losses need the log-probabilities of the sampler, which one recording gives to both features."""
+    plain = bench_of(builder).measure(NOTHING, None)
+    weighted = bench_of(builder, rollout_correction=True).measure(NOTHING, None)
+    assert weighted == replace(plain, seconds=weighted.seconds)
+
+
 # ---- Groups and patterns ----
 
 
@@ -165,6 +213,30 @@ def test_all_layers_of_a_kind_are_one_pattern():
     names = [f"model.layers.{number}.self_attn" for number in range(3)]
     assert shortest_patterns(model, names) == ["self_attn"]
     assert shortest_patterns(model, names[1:]) == ["layers.1.self_attn", "layers.2.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("packed", "expected"),
+    [
+        ([], ["head only", "last layer", "last 2 layers"]),
+        ([1], ["head only", "last layer"]),
+        ([2], ["head only"]),
+    ],
+)
+def test_layers_that_cannot_compute_in_float32_are_in_no_rule(packed, expected):
+    bnb = pytest.importorskip("bitsandbytes")
+    model = text_model()
+    for number in packed:
+        layer = model.model.layers[number].mlp
+        size = layer.up_proj.in_features, layer.up_proj.out_features
+        layer.up_proj = bnb.nn.Linear8bitLt(*size, bias=False, has_fp16_weights=False)
+    rules = find_rules(model)
+    assert [rule.name for rule in rules] == expected
+    for group in (*rules, *find_groups(model)):
+        selected = find_modules(model, shortest_patterns(model, group.modules))
+        assert selected.keys() == group.modules
+        with computing_in_float32(model, list(selected)):
+            pass
 
 
 # ---- The search ----
@@ -451,6 +523,29 @@ def test_a_mismatch_that_is_not_rounding_is_said_to_be_none(builder, monkeypatch
     assert "the best that was found" in found.verdict
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_trainers_of_the_process_train_in_their_precision_after_a_search(builder, monkeypatch, fails):
+    trainer = builder("bf16", max_steps=1, max_completion_length=2)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as transformers 4 does
+    before = dict(AcceleratorState._shared_state), dict(PartialState._shared_state), dict(GradientState._shared_state)
+
+    def build(precision, wrap):
+        made = builder(precision, wrap, precision_metrics=False, max_completion_length=2)
+        assert made.accelerator.mixed_precision == "no"
+        if fails:
+            raise RuntimeError("it failed")
+        return made
+
+    with pytest.raises(RuntimeError, match="it failed") if fails else contextlib.nullcontext():
+        safe_trainers.tune(build, precisions=["fp32"], sequences=12, time_limit=1)
+    after = AcceleratorState._shared_state, PartialState._shared_state, GradientState._shared_state
+    assert after == before
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert trainer.accelerator.mixed_precision == "bf16"
+
+
 # ---- The command ----
 
 
@@ -577,6 +672,13 @@ def test_a_function_that_builds_something_else_is_one_error(made, message):
     assert message in str(refused.value)
 
 
+def test_a_function_with_modules_in_float32_is_one_error(builder):
+    with pytest.raises(RecipeError) as refused:
+        safe_trainers.tune(lambda p, m: builder(p, m, fp32_modules=["lm_head"]), precisions=["bf16"], sequences=12)
+    assert "a trainer with fp32_modules=['lm_head'], with which all sets would be measured" in str(refused.value)
+    assert str(refused.value).endswith("Write: fp32_modules=None")
+
+
 def test_measurements_of_another_search_are_neither_used_nor_lost(recipe, capsys):
     common = ["--task", "grpo", "--sequences", "12", "--precision", "bf16", "--max_tokens", "4", "--max_bytes", "0"]
     command = ["tune", recipe.name, *common, "--time_limit", "1", "--json", "found.json"]
@@ -595,6 +697,45 @@ def test_measurements_of_another_search_are_neither_used_nor_lost(recipe, capsys
     assert main(["tune", "tiny:text", *common[2:], "--json", "found.json"]) == 2
     assert "they differ in target, mine.yaml in place of tiny:text" in capsys.readouterr().err
     assert (recipe.parent / "found.json").read_bytes() == held
+
+
+def palette_image(colour):
+    image = Image.new("P", (2, 2))
+    image.putpalette([colour] * 3)
+    return image
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [Image.new("RGB", (2, 2), colour) for colour in (0, 1)],
+        [Image.new("L", size) for size in ((2, 3), (3, 2))],
+        [palette_image(colour) for colour in (0, 1)],
+        [[{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (2, 2), c)}]}] for c in (0, 1)],
+        [{"bytes": content, "path": None} for content in (b"a", b"b")],
+        [np.full((2, 2), value) for value in (0, 1)],
+        [np.array(["a", value], dtype=object) for value in ("b", "c")],
+        [torch.full((2, 2), value, dtype=torch.bfloat16) for value in (0, 1)],
+        ["easy", "hard"],
+        [1, 2],
+    ],
+    ids=lambda values: type(values[0]).__name__,
+)
+def test_measurements_depend_on_the_content_of_all_columns(values):
+    one, other = ([{"prompt": "a", "column": value}] for value in values)
+    assert hash_of_rows(one) == hash_of_rows(copy.deepcopy(one)) != hash_of_rows(other)
+
+
+def test_measurements_of_other_images_are_refused(tmp_path):
+    def identity(colour):
+        return {"target": "a", "rows": hash_of_rows([{"prompt": "a", "image": Image.new("RGB", (2, 2), colour)}])}
+
+    store = Store(tmp_path / "found.json")
+    store.open(identity(0))
+    store.write({})
+    Store(tmp_path / "found.json").open(identity(0))
+    with pytest.raises(RecipeError, match="they differ in the rows of the dataset"):
+        Store(tmp_path / "found.json").open(identity(1))
 
 
 def test_a_model_that_does_not_fit_is_one_error(recipe, monkeypatch, capsys):
