@@ -98,6 +98,23 @@ def restored(model: nn.Module) -> Iterator[None]:
                             buffer.copy_(values[id(buffer)])
 
 
+@contextlib.contextmanager
+def gradients_restored(model: nn.Module) -> Iterator[None]:
+    """Removes the gradients of all parameters during a block, and puts the same tensors back.
+
+    Args:
+        model: The model whose backward pass runs in the block.
+    """
+    held = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+
 def _changeable(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yields the buffers of a module that a forward pass may change, which packed weights are not."""
     packed = holds_packed(module, in_buffers=True)
