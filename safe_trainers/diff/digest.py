@@ -277,7 +277,7 @@ def ulp_distance(first: Digest, second: Digest) -> float:
     size = min(len(first.sample), len(second.sample))
     if size == 0:
         return UNSEEN
-    mine, theirs = _thinned(first.sample, size), _thinned(second.sample, size)
+    mine, theirs = thinned(first.sample, size), thinned(second.sample, size)
     finite = np.isfinite(mine) & np.isfinite(theirs)
     mine, theirs = mine[finite].astype(np.float64), theirs[finite].astype(np.float64)
     if not mine.size:
@@ -288,9 +288,19 @@ def ulp_distance(first: Digest, second: Digest) -> float:
     return max(float(np.max(np.abs(mine - theirs) / unit)), UNSEEN)
 
 
-def _thinned(sample: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-    """Every n-th value of a sample, as a recording that was too large stores it."""
-    return sample[:: -(-len(sample) // size)][:size]
+def thinned(sample: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    """Returns every n-th value of a sample, at most `size`.
+
+    n is a power of 2, so that samples of the same tensor that were thinned to two sizes have values in common.
+
+    Args:
+        sample: The sampled values.
+        size: The most values, at least 1.
+    """
+    stride = 1
+    while -(-len(sample) // stride) > size:
+        stride *= 2
+    return sample[::stride]
 
 
 def rounded_to(digest: Digest) -> str | None:

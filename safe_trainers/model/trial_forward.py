@@ -99,20 +99,20 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gradients_restored(model: nn.Module) -> Iterator[None]:
-    """Removes the gradients of all parameters during a block, and puts the same tensors back.
+def gradients_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Removes the gradients of tensors during a block, and puts the same gradients back.
 
     Args:
-        model: The model whose backward pass runs in the block.
+        tensors: The parameters of the model whose backward pass runs in the block, and inputs with gradients.
     """
-    held = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in held:
-        parameter.grad = None
+    held = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in held:
+        tensor.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in held:
-            parameter.grad = gradient
+        for tensor, gradient in held:
+            tensor.grad = gradient
 
 
 def _changeable(module: nn.Module) -> Iterator[torch.Tensor]:

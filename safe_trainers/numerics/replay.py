@@ -162,7 +162,7 @@ class Replay:
                     _without_collectives(run),
                     restored(run.model),
                     _hooks_restored(run.model),
-                    gradients_restored(run.model),
+                    gradients_restored(run.model.parameters()),
                     around,
                     _gradients_freed(run.model),  # after they have been read
                     torch.enable_grad(),
