@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ..diff.compare import Comparison
 
 
-PHASES = ("rollout", "scoring", "forward", "loss", "backward", "optimizer")
+PHASES = ("rollout", "scoring", "reference", "forward", "loss", "backward", "optimizer")
 EPILOG = """A and B: run folders with recordings (record_steps), or folders that `safe_trainers.record` wrote
-exit status: 0: no difference beyond noise, 1: a difference, 2: errors
+exit status: 0: no difference beyond noise, 1: a difference, or values that are not recorded, 2: errors
 """
 
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the first difference and its cause.
 
     Returns:
-        0 without a difference beyond noise, 1 with one.
+        0 without a difference beyond noise, 1 with one, or if values are missing in a recording.
 
     Raises:
         RecordingError: If the command line or a recording is not as described.
@@ -44,6 +44,11 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.rollout == (options.second is not None):
         raise RecordingError(
             "write two run folders, or one and --rollout: safe-trainers diff A B, safe-trainers diff RUN --rollout"
+        )
+    if options.rollout and options.phase is not None:
+        raise RecordingError(
+            f"--rollout compares the rollout with the training, so that --phase {options.phase} has no effect. "
+            "Drop one of the two"
         )
     from ..diff.compare import compare_recordings, compare_rollout
     from ..report.render import present
@@ -66,24 +71,43 @@ def report_on(comparison: "Comparison") -> Report:
         "values compared": comparison.compared,
         "modules of one recording only": len(comparison.alone),
     }
+    several = comparison.ranks != (0,)
+    if several:
+        facts["processes"] = ", ".join(map(str, comparison.ranks))
+    if comparison.other_ranks:
+        facts["processes of one recording only"] = ", ".join(map(str, comparison.other_ranks))
+    if comparison.missing:
+        facts["values not recorded"] = comparison.missing
     subject = f"{comparison.first} and {comparison.second}"
     cause = comparison.cause
     if cause is None:
-        return Report("diff", subject, facts, (), (Problem("no difference beyond noise", level="ok"),))
+        return Report("diff", subject, facts, (), (_without_difference(comparison),))
     rows = tuple(
         (named(d.module), d.phase, d.value, "" if math.isinf(d.ulp) else round(d.ulp, 1), round(d.noise, 1))
         for d in comparison.differences
     )
     first = comparison.differences[0]
+    place = f"step {first.step}, process {first.rank}" if several else f"step {first.step}"
     facts = {
         **facts,
-        "first difference": f"step {first.step}, {first.phase}, {named(first.module)}, {first.value}",
+        "first difference": f"{place}, {first.phase}, {named(first.module)}, {first.value}",
         "module": named(cause.module),
         "cause": cause.kind,
     }
     table = Table("differences in order", ("module", "phase", "value", "ulp", "noise in ulp"), rows)
     verdict = Problem(f"{named(cause.module)} differs: {cause.kind}: {cause.text}", level="warning")
     return Report("diff", subject, facts, (table,), (verdict,))
+
+
+def _without_difference(comparison: "Comparison") -> Problem:
+    """The verdict if nothing differs in what was compared."""
+    if not comparison.missing:
+        return Problem("no difference beyond noise", level="ok")
+    return Problem(
+        "no difference beyond noise in what was recorded",
+        f"{comparison.missing:,} values are not recorded, because the files of the steps would have been too large",
+        level="warning",
+    )
 
 
 def named(module: str) -> str:

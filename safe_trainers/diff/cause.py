@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 from . import storage
 from .aligned import PARAMETERS, Pair, Side
-from .digest import rounded_to, ulp_distance
+from .digest import rounded_to, thinned, ulp_distance
 from .names import parent_of, without_adapters
 from .recorder import ARGUMENTS_NAME, LOSS_NAME, OPTIMIZER_NAME
-from .storage import Event
+from .storage import Event, Step
 
 
-CAUSES = INPUTS, SHAPE, WEIGHTS, DTYPE, SETTING, RANDOM_STATE, STATE, KERNEL = (
+CAUSES = INPUTS, SHAPE, WEIGHTS, DTYPE, SETTING, RANDOM_STATE, STATE, KERNEL, UNRECORDED = (
     "inputs", "batch shape", "weights", "dtype", "setting", "random state", "optimizer state", "kernel",
+    "not recorded",
 )  # fmt: skip
 """The causes. `batch shape`: the same tokens in batches of another size, length or padding. `setting`: an attribute or
-argument, such as `eps`. `kernel`: inputs, weights, dtypes and settings are equal, and the result is not."""
+argument, such as `eps`. `kernel`: inputs, weights, dtypes and settings are equal, and the result is not. `not
+recorded`: the same, but values inside the module are not recorded, of which one may differ first."""
 
 _KERNEL_SETTINGS = ("_attn_implementation", "_experts_implementation")
 _ENVIRONMENT = "environment"
@@ -73,6 +75,9 @@ def explain_rollout(pair: Pair, side: Side) -> Cause:
         return Cause(one.name, DTYPE, found)
     if one.training and "Dropout" in side.recording.model["kinds"].get(one.name, ""):
         return Cause(one.name, RANDOM_STATE, "dropout is active in the rollout, and draws other random numbers")
+    missing = _dropped(side.step, one.phase) + _dropped(side.step, other.phase)
+    if missing:
+        return Cause(one.name, UNRECORDED, f"{missing} values of the step are not recorded")
     return Cause(one.name, KERNEL, "dtype and mode are equal; decoding uses other kernels, shapes or cached values")
 
 
@@ -102,7 +107,9 @@ class _Explanation:
         if event.kind in PARAMETERS:
             return self._own_weights(event.name) or Cause(event.name, WEIGHTS, f"`{event.slot}` differs")
         if event.name == LOSS_NAME or (event.name == "" and event.slot.endswith("loss")):
-            return self._of_loss(event)
+            outputs = self._at[event.phase, event.kind, event.name, event.call]
+            if not any(self._differs(other) for other in outputs if other is not pair):
+                return self._of_loss(event)
         return self._of_module(pair)
 
     def _earlier(self, pair: Pair) -> Cause | None:
@@ -161,7 +168,7 @@ class _Explanation:
         text = _dtypes(pair.first, pair.second)
         if text:
             return Cause(around, DTYPE, f"it computes input `{event.slot}` of {name}: {text}")
-        return self._kernel(around, f"it computes input `{event.slot}` of {name}")
+        return self._kernel(around, event, f"it computes input `{event.slot}` of {name}")
 
     def _around(self, phase: str, name: str) -> str:
         """The innermost module around a module that is called itself; lists of layers are not."""
@@ -182,7 +189,7 @@ class _Explanation:
             or self._rounding(pair)
             or self._random(name, event)
             or self._arguments(name, event)
-            or self._kernel(name)
+            or self._kernel(name, event)
         )
 
     def _missing_inputs(self, event: Event) -> Cause | None:
@@ -219,9 +226,9 @@ class _Explanation:
             if event.kind == storage.WEIGHT and event.value is not None and event.value.hash == wanted.hash:
                 return f"; the second has that of {event.name}"
         recording, number = self._first.recording, self._first.step.number
-        for other in recording.steps:
-            if other != number:
-                for event in recording.step(other).events:
+        for other, files in recording.steps.items():
+            if other != number and self._first.step.rank in files:
+                for event in recording.step(other, self._first.step.rank).events:
                     place = (event.kind, event.name, event.slot)
                     here = place == (storage.WEIGHT, pair.first.name, pair.first.slot)
                     if here and event.value is not None and event.value.hash == wanted.hash:
@@ -291,7 +298,10 @@ class _Explanation:
             return Cause(name, SETTING, f"it is called with {mine[0]} and {theirs[0]}")
         return None
 
-    def _kernel(self, name: str, text: str = "") -> Cause:
+    def _kernel(self, name: str, event: Event, text: str = "") -> Cause:
+        missing = self._unrecorded(name, event)
+        if missing:
+            return Cause(name, UNRECORDED, f"{text}; {missing}" if text else missing)
         known = (side.recording.model.get(_ENVIRONMENT, {}) for side in (self._first, self._second))
         changed = [f"{key} is {one} and {two}" for key, one, two in _changed(*known)]
         mine, theirs = (side.recording.model["kinds"].get(name) for side in (self._first, self._second))
@@ -299,6 +309,28 @@ class _Explanation:
             changed.insert(0, f"its class is {mine} and {theirs}")
         why = "; ".join(changed[:4]) or "inputs, weights, dtype and settings are equal: other code or another kernel"
         return Cause(name, KERNEL, f"{text}; {why}" if text else why)
+
+    def _unrecorded(self, name: str, event: Event) -> str:
+        """What is not recorded of a call of a module, or of all calls if the gradient of a parameter differs."""
+        dropped = _dropped(self._first.step, event.phase) + _dropped(self._second.step, event.phase)
+        if dropped:
+            return f"{dropped} values of the phase {event.phase} are not recorded"
+        every = event.slot.endswith(".grad")
+        phases = (storage.FORWARD, storage.BACKWARD) if event.kind == storage.GRADIENT else (event.phase,)
+        most, calls, left = storage.MOST_CALLS, {phase: self._calls(phase, name) for phase in phases}, 0
+        for other in self._first.step.events:
+            if other.kind == storage.LEFT_OUT and other.phase in phases:
+                count = int(other.extra)
+                inside = other.name != name and (not name or other.name.startswith(f"{name}."))
+                # The calls inside are spread evenly over the calls of the module.
+                left += count * (every or (inside and event.call * (most + count) >= most * calls[other.phase]))
+        return f"{left} calls inside are not recorded: of each module the first {most} are" if left else ""
+
+    def _calls(self, phase: str, name: str) -> int:
+        """How often a module is called."""
+        events = [event for event in self._first.step.events if (event.phase, event.name) == (phase, name)]
+        recorded = {event.call for event in events if event.kind in (storage.PRE, storage.POST)}
+        return len(recorded) + sum(int(event.extra) for event in events if event.kind == storage.LEFT_OUT)
 
     # ---- Loss, gradients and optimizer ----
 
@@ -312,7 +344,9 @@ class _Explanation:
             return Cause(LOSS_NAME, SETTING, f"{given.text}{'; ' if text else ''}{text}")
         if text:
             return Cause(LOSS_NAME, SETTING, f"the outputs of the model are equal, and {text}")
-        return self._kernel(LOSS_NAME, "the outputs of the model are equal, and the loss is not")
+        text = "the outputs of the model are equal, and the loss is not"
+        inside = event.kind == storage.POST and self._unrecorded(event.name, event)
+        return self._kernel(event.name if inside else LOSS_NAME, event, text)
 
     def _of_gradient(self, pair: Pair) -> Cause:
         event = pair.first
@@ -330,10 +364,10 @@ class _Explanation:
             if found is not None:
                 return found
         if len(consumers) == 1:
-            return self._kernel(consumers[0], "its backward pass returns another gradient")
+            return self._kernel(consumers[0], event, "its backward pass returns another gradient")
         around = self._around(storage.FORWARD, event.name)
         text = f"the gradient of the output of {event.name} differs"
-        return self._settings(around, event._replace(phase=storage.FORWARD)) or self._kernel(around, text)
+        return self._settings(around, event._replace(phase=storage.FORWARD)) or self._kernel(around, event, text)
 
     def _consumers(self, event: Event) -> Iterator[str]:
         """The innermost modules that receive an output."""
@@ -359,17 +393,19 @@ class _Explanation:
             text = (
                 f"the gradient of `{others[0].first.slot.removesuffix('.grad')}` differs, and clipping scales the rest"
             )
-            return self._kernel(others[0].first.name, text)
+            return self._kernel(others[0].first.name, pair.first, text)
         if len(differing) * 2 > len(every):
             arguments = (self._of_side(side, ARGUMENTS_NAME) for side in (self._first, self._second))
             changed = _changed(*arguments)
             text = ", ".join(f"`{key}` is {one} and {two}" for key, one, two in changed[:4])
             if text:
                 return Cause("(gradients)", SETTING, f"the gradients of the outputs are equal, and {text}")
-            return self._kernel("(gradients)", f"{len(differing)} of {len(every)} gradients of parameters differ")
+            text = f"{len(differing)} of {len(every)} gradients of parameters differ"
+            return self._kernel("(gradients)", pair.first, text)
         name = pair.first.name
         place = pair.first._replace(phase=storage.FORWARD, call=0)
-        return self._settings(name, place) or self._kernel(name, f"only the gradient of `{pair.first.slot}` differs")
+        text = f"only the gradient of `{pair.first.slot}` differs"
+        return self._settings(name, place) or self._kernel(name, pair.first, text)
 
     def _of_optimizer(self, pair: Pair) -> Cause:
         changed = _changed(*(self._of_side(side, OPTIMIZER_NAME) for side in (self._first, self._second)))
@@ -385,7 +421,7 @@ class _Explanation:
         if bool(mine) != bool(theirs):
             return Cause(OPTIMIZER_NAME, STATE, f"only the {'first' if mine else 'second'} has state before the step")
         found = self._own_weights(event.name)
-        return found or self._kernel(OPTIMIZER_NAME, "gradients, state and settings are equal")
+        return found or self._kernel(OPTIMIZER_NAME, event, "gradients, state and settings are equal")
 
 
 def _factor(pair: Pair) -> float:
@@ -393,10 +429,15 @@ def _factor(pair: Pair) -> float:
     one, other = pair.first.value, pair.second.value
     if one is None or other is None or one.hash == other.hash or one.shape != other.shape:
         return 1.0
-    size = min(len(one.sample), len(other.sample))
-    mine, theirs = one.sample[:size].astype("float64"), other.sample[:size].astype("float64")
+    size = max(1, min(len(one.sample), len(other.sample)))
+    mine, theirs = (thinned(digest.sample, size).astype("float64") for digest in (one, other))
     squares = float(mine @ mine)
     return float(mine @ theirs) / squares if squares else 1.0
+
+
+def _dropped(step: Step, phase: str) -> int:
+    """The number of values of a phase that are missing because the file would have been too large."""
+    return step.dropped.get(phase, 0)
 
 
 def _sequences(side: Side) -> Counter[int]:

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..core.errors import RecordingError
@@ -39,6 +39,7 @@ class Difference:
         value: What differs, such as `"output"` or `"gradient of output"`.
         ulp: The distance; infinite if shapes, integers or counts of non-finite values differ.
         noise: The largest distance that counts as noise.
+        rank: The process.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Difference:
     value: str
     ulp: float
     noise: float
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,14 @@ class Comparison:
         second: Name of the other.
         steps: The steps that were compared.
         compared: The number of values that were compared.
-        differences: The first difference of each module, in order of time; empty if there is none beyond noise.
+        differences: The first difference of each module in the process that parts first, in order of time; empty if
+            there is none beyond noise.
         cause: The cause of the first difference, and the module that is responsible.
         alone: Modules that only one recording has.
+        ranks: The processes that were compared.
+        other_ranks: Processes that only one recording has.
+        missing: The number of values that are not in the recordings because files would have been too large. Without
+            a difference, nothing is known of these values.
     """
 
     first: str
@@ -70,6 +77,9 @@ class Comparison:
     differences: tuple[Difference, ...] = ()
     cause: Cause | None = None
     alone: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = (0,)
+    other_ranks: tuple[int, ...] = ()
+    missing: int = 0
 
 
 def compare_recordings(first: str, second: str, noise: Sequence[str] = (), phase: str | None = None) -> Comparison:
@@ -93,25 +103,29 @@ def compare_recordings(first: str, second: str, noise: Sequence[str] = (), phase
     for other in (b, *references):
         check_same_model(a, other)
     steps = common_steps(a, b)
-    compared, alone = 0, tuple(_alone(a, b))
+    found = Comparison(first, second, steps, 0, alone=tuple(_alone(a, b)), ranks=(), other_ranks=_other_ranks(a, b))
     for number in steps:
-        mine, theirs = a.step(number), b.step(number)
-        every = align(mine, theirs)
-        aligned = [pair for pair in every if phase in (None, pair.first.phase)]
-        tolerances = _Noise(mine, [r.step(number) for r in references if number in r.steps])
-        compared += len(aligned)
-        found = list(_beyond(number, aligned, tolerances))
-        if found:
-            sides = Side(a, mine), Side(b, theirs)
-            cause = explain(found[0][0], every, *sides, partial(_is_beyond, tolerances))
-            shown = _by_module(difference for _, difference in found)
-            return Comparison(first, second, steps, compared, shown, cause, alone)
-    if not compared:
-        phases = {event.phase for number in steps for event in a.step(number).events}
+        partings = []
+        for rank in _common_ranks(number, a, b):
+            mine, theirs = a.step(number, rank), b.step(number, rank)
+            every = align(mine, theirs)
+            aligned = [pair for pair in every if phase in (None, pair.first.phase)]
+            tolerances = _Noise(mine, [_reference(r, number, rank) for r in references if number in r.steps])
+            found = _with_counts(found, rank, aligned, (mine, theirs), (phase,))
+            differing = list(_beyond(mine, aligned, tolerances))
+            if differing:
+                pair, sides = differing[0][0], (Side(a, mine), Side(b, theirs))
+                cause = partial(explain, pair, every, *sides, partial(_is_beyond, tolerances))
+                partings.append(_Parting(_place(pair, every), differing, cause))
+        if partings:
+            return _with_first(found, partings)
+    if not found.compared:
+        read = (a.step(number, _common_ranks(number, a, b)[0]) for number in steps)
+        phases = {event.phase for step in read for event in step.events}
         known = ", ".join(name for name in storage.PHASES[1:] if name in phases)
         where = "" if phase is None else f" in the phase {phase}"
         raise RecordingError(f"{first} and {second} have no value in common{where}. {first} has the phases {known}")
-    return Comparison(first, second, steps, compared, alone=alone)
+    return found
 
 
 def compare_rollout(path: str, noise: Sequence[str] = ()) -> Comparison:
@@ -126,26 +140,87 @@ def compare_rollout(path: str, noise: Sequence[str] = ()) -> Comparison:
     """
     run = read_recording(path)
     references = [read_recording(other) for other in noise]
-    compared, steps = 0, []
+    tolerances = _rollout_tolerances(references)
+    found = Comparison(f"{path} (rollout)", f"{path} (training)", (), 0, ranks=())
     for number in run.steps:
-        step = run.step(number)
-        aligned = _rollout_pairs(step)
-        if not aligned:
-            continue
-        steps.append(number)
-        compared += len(aligned)
-        tolerances = _rollout_tolerances(references)
-        found = [(p, _difference(number, p, tolerances(p))) for p in aligned if _is_beyond(tolerances, p)]
-        if found:
-            cause = explain_rollout(found[0][0], Side(run, step))
-            shown = _by_module(difference for _, difference in found)
-            return Comparison(f"{path} (rollout)", f"{path} (training)", tuple(steps), compared, shown, cause)
-    if not steps:
+        partings = []
+        for rank in sorted(run.steps[number]):
+            step = run.step(number, rank)
+            aligned = _rollout_pairs(step)
+            if not aligned:
+                continue
+            found = _with_counts(found, rank, aligned, (step,), (storage.ROLLOUT, aligned[0].second.phase))
+            found = replace(found, steps=tuple(dict.fromkeys((*found.steps, number))))
+            differing = [(p, _difference(step, p, tolerances(p))) for p in aligned if _is_beyond(tolerances, p)]
+            if differing:
+                cause = partial(explain_rollout, differing[0][0], Side(run, step))
+                partings.append(_Parting(_place(differing[0][0], aligned), differing, cause))
+        if partings:
+            return _with_first(found, partings)
+    if not found.steps:
         raise RecordingError(
             f"{path} has no step in which tokens are sampled by the model's own `generate` and then trained on. "
             "Record a step of GRPO or RLOO with a rollout, without vLLM"
         )
-    return Comparison(f"{path} (rollout)", f"{path} (training)", tuple(steps), compared)
+    return found
+
+
+@dataclass
+class _Parting:
+    """Where one process parts.
+
+    Attributes:
+        place: When, so that the processes of a step are comparable.
+        differing: The pairs that differ, in order of time.
+        cause: Explains the first of them.
+    """
+
+    place: int
+    differing: list[tuple[Pair, Difference]]
+    cause: Callable[[], Cause]
+
+
+def _place(pair: Pair, aligned: Sequence[Pair]) -> int:
+    """The number of a pair in order of time; weights, which are compared last, follow all other values."""
+    later = len(aligned) if pair.first.kind in _NOT_COMPARED else 0
+    return later + next(number for number, other in enumerate(aligned) if other is pair)
+
+
+def _with_counts(
+    found: Comparison, rank: int, aligned: Sequence[Pair], steps: Iterable[Step], phases: Sequence[str | None]
+) -> Comparison:
+    """Adds the values of a step of one process, and how many are missing in phases; `None` stands for all phases."""
+    dropped = [count for step in steps for name, count in step.dropped.items() if None in phases or name in phases]
+    return replace(
+        found,
+        compared=found.compared + len(aligned),
+        ranks=tuple(sorted({*found.ranks, rank})),
+        missing=found.missing + sum(dropped),
+    )
+
+
+def _with_first(found: Comparison, partings: Iterable[_Parting]) -> Comparison:
+    """Adds the differences and the cause of the process that parts first."""
+    first = min(partings, key=lambda parting: parting.place)
+    return replace(found, differences=_by_module(d for _, d in first.differing), cause=first.cause())
+
+
+def _common_ranks(number: int, first: Recording, second: Recording) -> list[int]:
+    return sorted(first.steps[number].keys() & second.steps[number].keys())
+
+
+def _other_ranks(first: Recording, second: Recording) -> tuple[int, ...]:
+    mine, theirs = ({rank for files in recording.steps.values() for rank in files} for recording in (first, second))
+    return tuple(sorted(mine ^ theirs))
+
+
+def _reference(recording: Recording, number: int, rank: int) -> Step:
+    if rank not in recording.steps[number]:
+        raise RecordingError(
+            f"{recording.path} has no recording of process {rank} in step {number}. Record it with the same number of "
+            "processes"
+        )
+    return recording.step(number, rank)
 
 
 def _rollout_pairs(step: Step) -> list[Pair]:
@@ -162,12 +237,12 @@ def _rollout_tolerances(references: Iterable[Recording]) -> Tolerances:
     distances: dict[tuple[str, str], float] = defaultdict(float)
     known = False
     for reference in references:
-        for number in reference.steps:
-            for pair in _rollout_pairs(reference.step(number)):
-                known, distance = True, ulp_distance_of(pair)
-                if math.isfinite(distance):
-                    place = pair.first.name, pair.first.slot
-                    distances[place] = max(distances[place], distance)
+        every = (reference.step(number, rank) for number, files in reference.steps.items() for rank in files)
+        for pair in (pair for step in every for pair in _rollout_pairs(step)):
+            known, distance = True, ulp_distance_of(pair)
+            if math.isfinite(distance):
+                place = pair.first.name, pair.first.slot
+                distances[place] = max(distances[place], distance)
 
     def tolerance(pair: Pair) -> float:
         own = distances.get((pair.first.name, pair.first.slot), 0.0)
@@ -212,7 +287,7 @@ class _Noise:
         return self._at.get(pair.key, 0.0)
 
 
-def _beyond(number: int, aligned: Iterable[Pair], tolerances: Tolerances) -> Iterable[tuple[Pair, Difference]]:
+def _beyond(step: Step, aligned: Iterable[Pair], tolerances: Tolerances) -> Iterable[tuple[Pair, Difference]]:
     """Yields the values that differ beyond noise in order of time; weights only if nothing else does."""
     later = []
     any_found = False
@@ -224,18 +299,18 @@ def _beyond(number: int, aligned: Iterable[Pair], tolerances: Tolerances) -> Ite
                     later += [pair] if same_shape else []  # sharded
                 continue
             any_found = True
-            yield pair, _difference(number, pair, tolerances(pair))
+            yield pair, _difference(step, pair, tolerances(pair))
     for pair in () if any_found else later:
-        yield pair, _difference(number, pair, tolerances(pair))
+        yield pair, _difference(step, pair, tolerances(pair))
 
 
-def _difference(number: int, pair: Pair, noise: float) -> Difference:
+def _difference(step: Step, pair: Pair, noise: float) -> Difference:
     event = pair.first
     named = {storage.GRADIENT: f"gradient of {event.slot.removesuffix('.grad')}", storage.PRE: f"input {event.slot}",
              storage.TOKEN_PRE: f"input {event.slot}", storage.STATE: f"optimizer state {event.slot}",
              storage.UPDATED: f"updated {event.slot}"}  # fmt: skip
     value = named.get(event.kind, event.slot)
-    return Difference(number, event.phase, event.name, value, ulp_distance_of(pair), noise)
+    return Difference(step.number, event.phase, event.name, value, ulp_distance_of(pair), noise, step.rank)
 
 
 def _by_module(found: Iterable[Difference]) -> tuple[Difference, ...]:
@@ -278,12 +353,12 @@ def check_same_model(first: Recording, second: Recording) -> None:
 
 
 def common_steps(first: Recording, second: Recording) -> tuple[int, ...]:
-    """Returns the numbers of the steps that both recordings have.
+    """Returns the numbers of the steps that both recordings have of at least one process.
 
     Raises:
         RecordingError: If there are none.
     """
-    both = tuple(number for number in first.steps if number in second.steps)
+    both = tuple(number for number in first.steps if number in second.steps and _common_ranks(number, first, second))
     if not both:
         raise RecordingError(
             f"{first.path} has the steps {_listed(first)} and {second.path} has {_listed(second)}: none in common. "

@@ -64,18 +64,36 @@ def stride_of(count: int) -> int:
     return 1 if count <= SAMPLES else -(-count // SAMPLES) | 1
 
 
-@functools.lru_cache(maxsize=64)
-def _powers(base: int, count: int, start: int) -> np.ndarray[Any, Any]:
-    """`base ** (start + i)` modulo 2**64 for i < count, as int64."""
-    made = np.full(count, base, dtype=np.uint64)
-    if count:
-        made[0] = pow(base, start, _MODULUS)
+@functools.cache
+def _table(base: int, size: int) -> np.ndarray[Any, Any]:
+    """`base ** i` modulo 2**64 for i < size, as int64."""
+    made = np.full(size, base, dtype=np.uint64)
+    made[0] = 1
     return np.multiply.accumulate(made).view(np.int64)
 
 
-@functools.lru_cache(maxsize=64)
-def _device_powers(base: int, count: int, start: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_powers(base, count, start).copy()).to(device)
+@functools.cache
+def _device_table(base: int, size: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_table(base, size).copy()).to(device)
+
+
+def _size_of_table(count: int) -> int:
+    """The next power of 2, so that the tables of all counts up to `_CHUNK` take at most 128 MiB."""
+    return int(2 ** (count - 1).bit_length())
+
+
+def _powers(base: int, count: int) -> np.ndarray[Any, Any]:
+    return _table(base, _size_of_table(count))[:count]
+
+
+def _device_powers(base: int, count: int, device: torch.device) -> torch.Tensor:
+    return _device_table(base, _size_of_table(count), device)[:count]
+
+
+def forget_factors() -> None:
+    """Frees the factors of the elements of tensors, which are kept by shape while a step is recorded."""
+    for cache in (_table, _device_table, _factors):
+        cache.cache_clear()
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,20 +124,26 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor | int:
     bits = _matrix(tensor)
     rows, columns = bits.shape
     step = max(1, _CHUNK // columns)
+    places = [(row, column) for row in range(0, rows, step) for column in range(0, columns, _CHUNK)]
     if tensor.device.type == "cpu":
         array, found = bits.numpy(), 0
         with np.errstate(over="ignore"):
-            for start in range(0, rows, step):
-                part = array[start : start + step]
-                by_row = part.astype(np.int64) @ _powers(_COLUMNS, columns, 0)  # (rows,)
-                found += int(by_row @ _powers(_ROWS, len(part), start))
+            for row, column in places:
+                part = array[row : row + step, column : column + _CHUNK].astype(np.int64)
+                by_row = part @ _powers(_COLUMNS, part.shape[1])  # (rows,)
+                found += int(by_row @ _powers(_ROWS, len(part))) * _factor_of(row, column)
         return _signed(found)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, rows, step):
-        wide = bits[start : start + step].to(torch.int64)
-        sums = (wide * _device_powers(_COLUMNS, columns, 0, tensor.device)).sum(1)  # (rows,)
-        total += (sums * _device_powers(_ROWS, len(sums), start, tensor.device)).sum()
+    for row, column in places:
+        wide = bits[row : row + step, column : column + _CHUNK].to(torch.int64)
+        sums = (wide * _device_powers(_COLUMNS, wide.shape[1], tensor.device)).sum(1)  # (rows,)
+        total += (sums * _device_powers(_ROWS, len(sums), tensor.device)).sum() * _factor_of(row, column)
     return total
+
+
+def _factor_of(row: int, column: int) -> int:
+    """The factor of one element in the hash, signed."""
+    return _signed(pow(_ROWS, row, _MODULUS) * pow(_COLUMNS, column, _MODULUS))
 
 
 def joined_hash(hashes: list[int], sizes: list[int], rows: bool) -> int:
@@ -171,7 +195,7 @@ def measure(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 BATCHED = 2**15
-"""Tensors with at most this many elements are measured together."""
+"""Tensors with at most this many elements are measured together. Their factors take at most 256 KiB for each shape."""
 
 
 def measure_many(tensors: list[tuple[torch.Tensor, int]]) -> list[tuple[Any, Any, Any]]:
@@ -219,10 +243,9 @@ def _factors(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     columns = shape[-1] if shape else 1
     rows = math.prod(shape) // columns
     with np.errstate(over="ignore"):
-        return np.multiply.outer(_powers(_ROWS, rows, 0), _powers(_COLUMNS, columns, 0)).reshape(-1)
+        return np.multiply.outer(_powers(_ROWS, rows), _powers(_COLUMNS, columns)).reshape(-1)
 
 
-@functools.lru_cache(maxsize=64)
 def _plan(shapes: tuple[tuple[int, ...], ...]) -> tuple[Any, Any, Any, Any, Any]:
     """Factors of the elements of concatenated tensors; starts, lengths; where samples are and end."""
     lengths = [math.prod(shape) for shape in shapes]
@@ -254,7 +277,7 @@ def ulp_distance(first: Digest, second: Digest) -> float:
     size = min(len(first.sample), len(second.sample))
     if size == 0:
         return UNSEEN
-    mine, theirs = _thinned(first.sample, size), _thinned(second.sample, size)
+    mine, theirs = thinned(first.sample, size), thinned(second.sample, size)
     finite = np.isfinite(mine) & np.isfinite(theirs)
     mine, theirs = mine[finite].astype(np.float64), theirs[finite].astype(np.float64)
     if not mine.size:
@@ -265,9 +288,19 @@ def ulp_distance(first: Digest, second: Digest) -> float:
     return max(float(np.max(np.abs(mine - theirs) / unit)), UNSEEN)
 
 
-def _thinned(sample: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-    """Every n-th value of a sample, as a recording that was too large stores it."""
-    return sample[:: -(-len(sample) // size)][:size]
+def thinned(sample: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    """Returns every n-th value of a sample, at most `size`.
+
+    n is a power of 2, so that samples of the same tensor that were thinned to two sizes have values in common.
+
+    Args:
+        sample: The sampled values.
+        size: The most values, at least 1.
+    """
+    stride = 1
+    while -(-len(sample) // stride) > size:
+        stride *= 2
+    return sample[::stride]
 
 
 def rounded_to(digest: Digest) -> str | None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.parts import tensors_in
+from ..model.trial_forward import gradients_restored, restored
 from . import cause as causes
 from .compare import Comparison, compare_recordings
 from .names import canonical, without_adapters
 from .record import record
-from .recorder import tensors_in
 
 
 @dataclass
@@ -32,13 +33,13 @@ def diff_models(first: nn.Module, second: nn.Module, inputs: Mapping[str, Any]) 
 
     The module that parts is run again in the second model: with the inputs that the first model passes to it, with
     the first model's weights, in its dtype, with its settings and mode, and from its random state. The cause is what
-    makes the output equal. Random states are as before afterwards, and both models are unchanged.
+    makes the output equal. Afterwards both models, with their buffers and gradients, and random states are as before.
 
     Args:
         first: One model, wrapped or not.
         second: The other.
-        inputs: Keyword arguments of both models. If the outputs have a `loss`, the backward pass is compared too;
-            gradients are left as they were.
+        inputs: Keyword arguments of both models. If the outputs have a `loss`, the backward pass is compared too,
+            except if an optimizer runs in it.
 
     Returns:
         The comparison; `cause.text` ends with what the swap showed.
@@ -50,7 +51,8 @@ def diff_models(first: nn.Module, second: nn.Module, inputs: Mapping[str, Any]) 
         paths = []
         for name, model in (("first", first), ("second", second)):
             paths.append(str(Path(folder, name)))
-            with _random_state_kept(), record(model, paths[-1]):
+            leaves = [tensor for _, tensor in tensors_in(inputs, "") if tensor.is_leaf and tensor.requires_grad]
+            with restored(model), gradients_restored([*model.parameters(), *leaves]), record(model, paths[-1]):
                 _run(model, inputs)
         found = compare_recordings(*paths)
     found = replace(found, first="the first model", second="the second model")
@@ -62,9 +64,9 @@ def diff_models(first: nn.Module, second: nn.Module, inputs: Mapping[str, Any]) 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     output = model(**inputs)
     loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        torch.autograd.grad(loss, trained, allow_unused=True)
+    steps = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and not steps:
+        loss.backward()  # `torch.autograd.grad` does not work with reentrant checkpointing
 
 
 _SWAPS = (causes.WEIGHTS, causes.DTYPE, causes.SETTING, causes.RANDOM_STATE, causes.KERNEL)
@@ -159,7 +161,7 @@ def _first_call(model: nn.Module, module: nn.Module, inputs: Mapping[str, Any]) 
     handles = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)]
     handles.append(module.register_forward_hook(leave))
     try:
-        with _random_state_kept(), torch.no_grad():
+        with restored(model), torch.no_grad():
             model(**inputs)
     finally:
         for handle in handles:
@@ -168,7 +170,7 @@ def _first_call(model: nn.Module, module: nn.Module, inputs: Mapping[str, Any]) 
 
 
 def _again(module: nn.Module, call: _Call) -> Any:
-    with _random_state_kept(), torch.no_grad():
+    with restored(module), torch.no_grad():
         if call.state is not None:
             torch.set_rng_state(call.state)
         try:
@@ -184,9 +186,3 @@ def _equal(first: Any, second: Any) -> bool:
     return all(
         one.dtype == two.dtype and torch.equal(one, two) for (_, one), (_, two) in zip(mine, theirs, strict=True)
     )
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    with torch.random.fork_rng():
-        yield

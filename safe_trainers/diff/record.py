@@ -11,6 +11,7 @@ from torch import nn
 from ..core.errors import PrecisionWarning, warn
 from . import storage
 from .recorder import Recorder
+from .writing import write_step
 
 
 class StepWriter:
@@ -95,7 +96,7 @@ class StepWriter:
         if self.recorder.recording:
             columns, tables = self.recorder.end()
             self._folder.mkdir(parents=True, exist_ok=True)
-            storage.write_step(self._folder, self._number, self._rank, columns, tables)
+            write_step(self._folder, self._number, self._rank, columns, tables)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Records the values of a model during one step, with hooks that change no tensor and no random state.
 
-The hooks exist only during recorded steps. A tensor that several modules receive or return is measured once.
+The hooks exist only during recorded steps. The inputs and outputs of every call that is not inside of another one are
+recorded, and the loss. What the modules inside compute is recorded for their first calls.
 """
 
 import functools
@@ -15,37 +16,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..model.parts import adapter_state, tensors_in
 from . import digest, settings, storage
 from .names import canonical, parent_of, watched_modules
-from .storage import KINDS, PHASES, Interned
+from .storage import KINDS, MOST_CALLS, PHASES, Interned
 from .tokens import TokenRows, row_hashes
+from .values import Values, sample_of_state
 
 
-MOST_CALLS = 8
-"""Calls of a module that are recorded in a phase of a step."""
-MOST_WAITING = 256
-"""Small tensors that are copied before they are measured together."""
-MOST_OF_STATE = 1024
-"""Values of each tensor of the optimizer's state that are recorded."""
 LOSS_NAME, OPTIMIZER_NAME, ARGUMENTS_NAME = "(loss)", "(optimizer)", "(arguments)"
 """Names of what is recorded next to the modules."""
 _CACHES = ("past_key_values", "cache")
 """Arguments with the keys and values of earlier tokens; transformers 5.24 and later use the second name."""
 _PHASE = {name: number for number, name in enumerate(PHASES)}
 _KIND = {name: number for number, name in enumerate(KINDS)}
-
-
-def tensors_in(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in nested containers by dotted name; skips other objects such as caches."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_meta and value.layout == torch.strided:
-            yield name, value
-    elif depth > 0 and isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_in(part, f"{name}.{key}" if name else str(key), depth - 1)
-    elif depth > 0 and isinstance(value, (tuple, list)):
-        for index, part in enumerate(value):
-            yield from tensors_in(part, f"{name}.{index}", depth - 1)
 
 
 def _hook(method: Callable[..., None]) -> Callable[..., None]:
@@ -106,27 +90,31 @@ class Recorder:
         self._settings: dict[str, dict[str, Any]] = settings.of_model(self.model, self._configs)
         self._settings[ARGUMENTS_NAME] = self._arguments
         self._settings[OPTIMIZER_NAME] = settings.of_optimizer(optimizer)
+        self._adapters = adapter_state(self.model)
+        self._tokens = TokenRows(len(modules))
+        enter, leave = _module_hooks(self)
         for _, module in modules:
             self._stochastic[id(module)] = _is_stochastic(module)
-            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave))
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _clear(self) -> None:
+        digest.forget_factors()
         self._strings, self._slots, self._calls_arguments = Interned(), Interned(), Interned()
-        self._dtypes, self._shapes, self._autocasts = Interned(), Interned(), Interned([""])
+        self._autocasts, self._values = Interned([""]), Values()
         self._events: list[tuple[int, ...]] = []
         self._extras: list[int] = []
-        self._values: list[tuple[Any, Any, Any]] = []
-        self._kinds: list[tuple[int, int]] = []
-        self._waiting: list[tuple[int, int, torch.Tensor]] = []  # number of the first value, count of rows, tensor
         self._token_seen: dict[int, Any] = {}
-        self._seen: dict[int, tuple[Any, int, int]] = {}
         self._hooked: dict[int, tuple[Any, int]] = {}
         self._counts: Counter[tuple[int, str]] = Counter()
-        self._current: dict[int, tuple[int, int]] = {}
+        self._current: dict[int, tuple[int, int, bool]] = {}
         self._stochastic: dict[int, bool] = {}
-        self._tokens, self._rows = TokenRows(), dict[str, list[int]]()
-        self._inside, self._phase = False, _PHASE[storage.FORWARD]
+        self._names: dict[int, str] = {}
+        self._rows: dict[str, list[int]] = {}
+        self._passes: Counter[int] = Counter()
+        self._left_out: Counter[tuple[int, str]] = Counter()
+        self._outermost: nn.Module | None = None
+        self._phase = _PHASE[storage.FORWARD]
 
     def fail(self, error: Exception) -> None:
         """Ends the recording of this step; the hooks that are left do nothing.
@@ -149,32 +137,34 @@ class Recorder:
         Returns:
             Columns and tables, as `storage.write_step` takes them.
         """
-        while self._handles:
-            self._handles.pop().remove()
-        self._measure_waiting()
-        hashes, stats, samples = _fetched(self._values)
+        for (phase, name), count in self._left_out.items():
+            self._event(phase, storage.LEFT_OUT, name, 0, "", -1, extra=count)
         columns = {
             "events": np.array(self._events, np.int32).reshape(-1, 8),
             "extra": np.array(self._extras, np.int64),
-            "hashes": hashes,
-            "stats": stats,
-            "kinds": np.array(self._kinds, np.int32).reshape(-1, 2),
-            "samples": samples,
+            **self._values.columns(),
         }
         known = {} if self.known is None else self.known
         changed = {name: now for name, now in self._settings.items() if known.get(name) != now}
         tables = {
             "names": self._strings.values,
             "slots": self._slots.values,
-            "dtypes": self._dtypes.values,
-            "shapes": self._shapes.values,
+            "dtypes": self._values.dtypes.values,
+            "shapes": self._values.shapes.values,
             "autocasts": self._autocasts.values,
             "arguments": self._calls_arguments.values,
             "settings": changed if self.known is not None else {},
             "rows": self._rows,
+            "passes": self._counted_passes(),
+            "modules": len({name for _, name in self._counts}),
         }
-        self._open = False
+        self.stop()
         return columns, tables
+
+    def _counted_passes(self) -> int:
+        """The passes of the model that the size of the file depends on; those of a rollout count as one."""
+        counted = (phase for phase in self._passes if phase != _PHASE[storage.BACKWARD])
+        return sum(1 if phase == _PHASE[storage.ROLLOUT] else self._passes[phase] for phase in counted)
 
     def description(self) -> dict[str, Any]:
         """Describes the model, as `storage.write_model` takes it. Call it between `begin` and `end` of the first step.
@@ -207,10 +197,8 @@ class Recorder:
         if kind == storage.PRE:
             self._counts[number, name] += 1
         call = max(0, self._counts[number, name] - 1)
-        if call >= MOST_CALLS:
-            return
         for slot, tensor in tensors_in(values, "" if isinstance(values, Mapping) else "output"):
-            self._event(number, kind, name, call, slot, self._value(tensor))
+            self._event(number, kind, name, call, slot, self._values.add(tensor))
         if isinstance(values, Mapping):
             self._scalars(number, name, call, values)
 
@@ -221,26 +209,22 @@ class Recorder:
         trained = list(self._trained())
         for name, slot, parameter in trained:
             if parameter.grad is not None:
-                self._event(
-                    _PHASE[storage.BACKWARD],
-                    storage.GRADIENT,
-                    name,
-                    0,
-                    f"{slot}.grad",
-                    self._value(parameter.grad, False),
-                )
+                value = self._values.add(parameter.grad, False)
+                self._event(_PHASE[storage.BACKWARD], storage.GRADIENT, name, 0, f"{slot}.grad", value)
         state, phase = getattr(optimizer, "state", {}), _PHASE[storage.OPTIMIZER]
         for name, slot, parameter in trained:
             held = list(tensors_in(state.get(parameter, {}), ""))
             if held:
                 keys = "+".join(key for key, _ in held)
-                self._event(phase, storage.STATE, name, 0, f"{slot}/{keys}", self._value(_sampled(held), False))
+                value = self._values.add(sample_of_state(held), False)
+                self._event(phase, storage.STATE, name, 0, f"{slot}/{keys}", value)
 
     def updated(self) -> None:
         """Records the trained parameters after an optimizer step."""
         if self._open:
             for name, slot, parameter in self._trained():
-                self._event(_PHASE[storage.OPTIMIZER], storage.UPDATED, name, 0, slot, self._value(parameter, False))
+                value = self._values.add(parameter, False)
+                self._event(_PHASE[storage.OPTIMIZER], storage.UPDATED, name, 0, slot, value)
 
     def _trained(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -254,40 +238,41 @@ class Recorder:
             name = canonical(full)
             for slot, parameter in module._parameters.items():
                 if parameter is not None and not parameter.is_meta:
-                    self._event(phase, storage.WEIGHT, name, 0, slot, self._value(parameter), training=module.training)
+                    value = self._values.add(parameter)
+                    self._event(phase, storage.WEIGHT, name, 0, slot, value, training=module.training)
             for slot, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     kind = storage.DERIVED if slot in module._non_persistent_buffers_set else storage.BUFFER
-                    self._event(phase, kind, name, 0, slot, self._value(buffer), training=module.training)
+                    self._event(phase, kind, name, 0, slot, self._values.add(buffer), training=module.training)
 
     # ---- Hooks ----
 
     @_hook
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        name, outermost = self._names[id(module)], module is self.model
-        if not name and not outermost and self._inside:
-            return  # the base model of a wrapper whose call is already recorded
-        if not name or not self._inside:
-            self._phase = self._phase_of_call(kwargs)
-        if _in_backward():
-            phase = _PHASE[storage.BACKWARD]
-        else:
-            phase = self._phase
-        self._inside = self._inside or not name
-        call = self._counts[phase, name]
+        name, outermost = self._names.get(id(module)), self._outermost is None
+        if name is None or not (name or outermost):
+            return  # a module of a copy of the model; the base model of a wrapper whose call is already recorded
+        if outermost:
+            self._outermost, self._phase = module, self._phase_of_call(kwargs)
+        phase, call = self._phase, self._counts[self._phase, name]
         self._counts[phase, name] += 1
-        self._current[id(module)] = phase, call
         inputs = {**dict(zip(_argument_names(module), args, strict=False)), **kwargs}
-        if not name:
+        always = outermost and phase != _PHASE[storage.BACKWARD]
+        recorded = phase != _PHASE[storage.ROLLOUT] and (always or call < MOST_CALLS)
+        self._current[id(module)] = phase, call, recorded
+        if outermost:
             self._token_seen.clear()
             self._tokens.begin(inputs, phase == _PHASE[storage.ROLLOUT])
-            if call < MOST_CALLS and phase != _PHASE[storage.ROLLOUT] and "input_ids" in inputs:
-                self._rows[f"{PHASES[phase]} {call}"] = row_hashes(inputs["input_ids"], inputs.get("attention_mask"))
+        if outermost and (not name or "input_ids" in inputs):
+            self._passes[phase] += 1
+            if recorded and "input_ids" in inputs:
+                hashes = row_hashes(inputs["input_ids"], inputs.get("attention_mask"))
+                self._rows[f"{PHASES[phase]} {self._passes[phase]}"] = hashes
         tensors = list(tensors_in(inputs, ""))
         self._token_events(phase, storage.TOKEN_PRE, name, tensors, module.training)
-        if phase == _PHASE[storage.ROLLOUT] or call >= MOST_CALLS:
+        if not recorded:
+            if phase != _PHASE[storage.ROLLOUT]:
+                self._left_out[phase, name] += 1
             return
         self._tensors(phase, storage.PRE, name, call, tensors, module.training)
         self._scalars(phase, name, call, inputs, module.training)
@@ -296,23 +281,22 @@ class Recorder:
             self._event(phase, storage.RANDOM, name, call, "", -1, training=True, extra=int(state))
 
     @_hook
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or id(module) not in self._current:
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        if id(module) not in self._current:
             return
         name = self._names[id(module)]
-        phase, call = self._current.pop(id(module))
-        if not name:
-            self._inside = False
+        phase, call, recorded = self._current.pop(id(module))
+        if module is self._outermost:
+            self._outermost = None
         tensors = list(tensors_in(output, "output"))
         self._token_events(phase, storage.TOKEN, name, tensors, module.training)
-        if phase == _PHASE[storage.ROLLOUT] or call >= MOST_CALLS:
-            return
-        self._tensors(phase, storage.POST, name, call, tensors, module.training)
+        if recorded:
+            self._tensors(phase, storage.POST, name, call, tensors, module.training)
 
     def _tensors(self, phase: int, kind: str, name: str, call: int, tensors: Any, training: bool) -> None:
         """Records inputs or outputs of a module, and watches their gradients."""
         for slot, tensor in tensors:
-            self._event(phase, kind, name, call, slot, self._value(tensor), training=training)
+            self._event(phase, kind, name, call, slot, self._values.add(tensor), training=training)
             self._watch_gradient(name, call, slot, tensor)
 
     def _token_events(self, phase: int, kind: str, name: str, tensors: Any, training: bool) -> None:
@@ -328,20 +312,25 @@ class Recorder:
             found = self._tokens.rows_of(name, slot, tensor)
             if found is None:
                 continue
-            first = self._rows_value(found[1])
+            first = self._values.add_rows(found[1])
             for place, (number, key) in enumerate(found[0]):
                 self._event(phase, kind, name, number, slot, first + place, training=training, extra=key)
 
     def _phase_of_call(self, kwargs: Mapping[str, Any]) -> int:
+        """The phase of a call that is not inside of another one, and of all calls in it."""
+        if _in_backward():
+            return _PHASE[storage.BACKWARD]
         if torch.is_grad_enabled():
             return _PHASE[storage.FORWARD]
-        decoding = self.sampling or any(kwargs.get(name) is not None for name in _CACHES)
-        return _PHASE[storage.ROLLOUT if decoding else storage.SCORING]
+        if self.sampling or any(kwargs.get(name) is not None for name in _CACHES):
+            return _PHASE[storage.ROLLOUT]
+        same = adapter_state(self.model) == self._adapters
+        return _PHASE[storage.SCORING if same else storage.REFERENCE]
 
     @_hook
     def gradient(self, name: str, call: int, slot: str, gradient: torch.Tensor) -> None:
         """Records the gradient of a module's output."""
-        self._event(_PHASE[storage.BACKWARD], storage.GRADIENT, name, call, slot, self._value(gradient))
+        self._event(_PHASE[storage.BACKWARD], storage.GRADIENT, name, call, slot, self._values.add(gradient))
 
     def _watch_gradient(self, name: str, call: int, slot: str, tensor: torch.Tensor) -> None:
         """Registers a hook on a tensor that has none yet; a parent often returns its child's output."""
@@ -377,48 +366,22 @@ class Recorder:
         )
         self._extras.append(extra)
 
-    def _value(self, tensor: torch.Tensor, known: bool = True) -> int:
-        """Returns the number of a tensor's digest.
 
-        A tensor that was not changed since is not measured again, except if it may have been changed without a new
-        version, as optimizers do with parameters.
-        """
-        version = -1 if tensor.is_inference() or not known else tensor._version
-        seen = self._seen.get(id(tensor))
-        if seen is not None and seen[0]() is tensor and seen[1] == version >= 0:
-            return seen[2]
-        flat = digest.plain(tensor)
-        if flat.device.type == "cpu" and 0 < flat.numel() <= digest.BATCHED:
-            copied = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
-            self._waiting.append((len(self._values), 1, copied))
-            self._values.append((0, (), ()))
-            if len(self._waiting) >= MOST_WAITING:
-                self._measure_waiting()
-        else:
-            self._values.append(digest.measure(flat))
-        kind = self._dtypes(str(tensor.dtype).removeprefix("torch.")), self._shapes(tuple(tensor.shape))
-        self._kinds.append(kind)
-        self._seen[id(tensor)] = weakref.ref(tensor), version, len(self._values) - 1
-        return len(self._values) - 1
+def _module_hooks(recorder: Recorder) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Makes the hooks of modules. A copy of the model has them too, so that they must not hold the recorder."""
+    own = weakref.ref(recorder)
 
-    def _rows_value(self, rows: torch.Tensor) -> int:
-        """Adds the digests of the rows of a matrix, which is not shared, and returns the number of the first."""
-        first, (count, width) = len(self._values), rows.shape
-        self._kinds += [(self._dtypes(str(rows.dtype).removeprefix("torch.")), self._shapes((width,)))] * count
-        if rows.device.type == "cpu":
-            self._waiting.append((first, count, rows))
-            self._values += [(0, (), ())] * count
-        else:
-            self._values += [digest.measure(row) for row in rows]
-        return first
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = None if torch.compiler.is_compiling() else own()
+        if found is not None:
+            found._enter(module, args, kwargs)
 
-    def _measure_waiting(self) -> None:
-        """Measures the small tensors that were copied; large ones are measured at once, to copy nothing large."""
-        measured = iter(digest.measure_many([(tensor, count) for _, count, tensor in self._waiting]))
-        for first, count, _ in self._waiting:
-            for index in range(first, first + count):
-                self._values[index] = next(measured)
-        self._waiting.clear()
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        found = None if torch.compiler.is_compiling() else own()
+        if found is not None:
+            found._leave(module, output)
+
+    return enter, leave
 
 
 class _GradientHook:
@@ -429,36 +392,6 @@ class _GradientHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._recorder.gradient(*self._place, gradient)
-
-
-def _sampled(held: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """Values of the state of a parameter at a fixed stride, float32; all of them would take as long as a step."""
-    flats = [digest.plain(tensor).view(-1) for _, tensor in held]
-    return torch.cat([flat[:: max(1, -(-flat.numel() // MOST_OF_STATE))].float() for flat in flats])
-
-
-def _fetched(values: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, list[Any]]:
-    """Reads all measured values from their devices at once: hashes (V,), stats (V, 3), samples."""
-    hashes, stats, samples = (
-        np.zeros(len(values), np.int64),
-        np.zeros((len(values), 3)),
-        [np.zeros(0, np.float32)] * len(values),
-    )
-    waiting = []
-    for index, (value, measured, sample) in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            waiting.append(index)
-        else:
-            hashes[index], stats[index], samples[index] = value, measured, sample
-    for device in {values[index][0].device for index in waiting}:
-        here = [index for index in waiting if values[index][0].device == device]
-        hashes[here] = torch.stack([values[index][0] for index in here]).cpu().numpy()
-        stats[here] = torch.stack([values[index][1] for index in here]).cpu().numpy()
-        joined = torch.cat([values[index][2] for index in here]).cpu().numpy()
-        lengths = [len(values[index][2]) for index in here]
-        for index, part in zip(here, np.split(joined, np.cumsum(lengths)[:-1]), strict=True):
-            samples[index] = part
-    return hashes, stats, samples
 
 
 def _autocast_dtype(device: str) -> str:

@@ -1,43 +1,47 @@
 """The files of a recording: `recordings/model.json`, and one safetensors file for each step and process.
 
 A file of a step contains `values` (digests of tensors) and `events` (which module had which value, in order of time).
-It has no pickled objects, is written atomically, and is at most `MOST_BYTES` long.
+It has no pickled objects, is written atomically, and is at most `most_bytes` long.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from ..core.errors import RecordingError
 from ..core.files import read_json, replace_file
-from .digest import SAMPLES, Digest
+from .digest import Digest
 
 
 FOLDER, MODEL = "recordings", "model.json"
 """The folder in a run's `output_dir`, and the file that describes the model."""
-VERSION = 1
-MOST_BYTES = 1_000_000
-"""Largest size of the file of a step."""
-PHASES = START, ROLLOUT, SCORING, FORWARD, LOSS, BACKWARD, OPTIMIZER = (
-    "start", "rollout", "scoring", "forward", "loss", "backward", "optimizer",
+VERSION = 2
+MOST_BYTES, MOST_MODULES = 1_000_000, 1500
+"""Bytes of the file of a step for each pass of the model, if at most so many of its modules are called."""
+MOST_CALLS = 8
+"""Calls of a module inside the model that are recorded in a phase of a step."""
+PHASES = START, ROLLOUT, SCORING, REFERENCE, FORWARD, LOSS, BACKWARD, OPTIMIZER = (
+    "start", "rollout", "scoring", "reference", "forward", "loss", "backward", "optimizer",
 )  # fmt: skip
-"""The phases of a step. `start` has the weights; `backward` has the forward passes that checkpointing repeats."""
-KINDS = PRE, POST, GRADIENT, WEIGHT, BUFFER, DERIVED, STATE, UPDATED, TOKEN_PRE, TOKEN, ARGUMENTS, RANDOM = (
+"""The phases of a step. `start` has the weights; `reference` has passes of the policy without its adapters, or with
+other ones; `backward` has the forward passes that checkpointing repeats."""
+KINDS = PRE, POST, GRADIENT, WEIGHT, BUFFER, DERIVED, STATE, UPDATED, TOKEN_PRE, TOKEN, ARGUMENTS, RANDOM, LEFT_OUT = (
     "pre", "post", "gradient", "weight", "buffer", "derived", "state", "updated", "token_pre", "token", "arguments",
-    "random",
+    "random", "left_out",
 )  # fmt: skip
 """What an event is: an input or output of a module; a gradient of an output or a parameter; a parameter, a buffer, or
 a buffer that is not saved; optimizer state; a parameter after the step; an input or output at one token; the arguments
-of a call that are not tensors; the random state."""
+of a call that are not tensors; the random state; calls of a module that are not recorded."""
+WITH_EXTRA = frozenset({TOKEN_PRE, TOKEN, ARGUMENTS, RANDOM, LEFT_OUT})
+"""The kinds with an `extra`."""
 
+STEP_NAME = "step-{:06d}{}.safetensors"
 _FILE = re.compile(r"step-(\d+)(?:-rank-(\d+))?\.safetensors")
 
 
@@ -53,7 +57,8 @@ class Event(NamedTuple):
         value: The digest; `None` for arguments and the random state.
         autocast: Autocast dtype; empty without autocast.
         training: Whether the module was in training mode.
-        extra: Hash of the random state, the arguments as JSON, or the key of a token, as a string.
+        extra: Hash of the random state, the arguments as JSON, the key of a token, or the number of calls left out, as
+            a string.
     """
 
     phase: str
@@ -75,15 +80,17 @@ class Step:
         number: The number of the step, from 1.
         events: The events in order of time.
         settings: Settings that differ from those of the recording, by module.
-        rows: Hashes of the tokens of each sequence without padding, by phase and call.
-        dropped: Events that were left out because the file would have been too large.
+        rows: Hashes of the tokens of each sequence without padding, by phase and number of the pass.
+        dropped: By phase the number of events that are missing because the file would have been too large.
+        rank: The process.
     """
 
     number: int
     events: list[Event]
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: dict[str, list[int]] = field(default_factory=dict)
-    dropped: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    rank: int = 0
 
 
 @dataclass
@@ -93,23 +100,24 @@ class Recording:
     Attributes:
         path: Its folder.
         model: What `model.json` contains: `kinds` and `settings` by module, `shapes` by parameter, `environment`.
-        steps: The path of each step's file by number.
+        steps: The path of each step's file by number and process.
     """
 
     path: Path
     model: dict[str, Any]
-    steps: dict[int, Path]
+    steps: dict[int, dict[int, Path]]
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int, rank: int = 0) -> Step:
         """Reads a step.
 
         Args:
             number: The number of the step.
+            rank: The process.
 
         Raises:
             RecordingError: If the file is damaged.
         """
-        return read_step(self.steps[number], number)
+        return read_step(self.steps[number][rank], number, rank)
 
     def settings(self, step: Step) -> dict[str, dict[str, Any]]:
         """Returns the settings of each module in a step."""
@@ -176,53 +184,13 @@ def remove_steps(folder: Path, first: int = 0) -> None:
             path.unlink()
 
 
-def write_step(folder: Path, number: int, rank: int, columns: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Writes the file of a step; keeps fewer samples, and then fewer events, if it would be too large.
-
-    Args:
-        folder: The folder of the recording.
-        number: The number of the step.
-        rank: The number of the process.
-        columns: `events`, (E, 8) int32; `extra`, (E,) int64; `hashes`, (V,) int64; `stats`, (V, 3) float64;
-            `kinds`, (V, 2) int32; `samples`, V arrays of float32.
-        tables: The values that the numbers stand for, and `settings` and `rows`.
-    """
-    events, extra, samples = columns["events"], columns["extra"], columns["samples"]
-    written = json.dumps({**tables, "version": VERSION}, default=str)
-    header = len(json.dumps(written)) + 2000
-    fixed = header + events.nbytes + extra.nbytes + sum(columns[name].nbytes for name in ("hashes", "stats", "kinds"))
-    size, kept = SAMPLES, len(events)
-    while size > 4 and fixed + sum(4 * min(size, len(s)) + 2 for s in samples) > MOST_BYTES:
-        size //= 2
-    total = fixed + sum(4 * min(size, len(s)) + 2 for s in samples)
-    if total > MOST_BYTES and len(events):
-        kept = max(1, int(len(events) * (MOST_BYTES - header) / max(1, total - header)))
-    used = int(events[:kept, 5].max(initial=-1)) + 1
-    thin = [sample[:: max(1, -(-len(sample) // size))][:size] for sample in samples[:used]]
-    tensors = {
-        "events": events[:kept],
-        "extra": extra[:kept],
-        "hashes": columns["hashes"][:used],
-        "stats": columns["stats"][:used],
-        "kinds": columns["kinds"][:used],
-        "lengths": np.array([len(sample) for sample in thin], np.int16),
-        "samples": np.concatenate([*thin, np.zeros(0, np.float32)]),
-    }
-    dropped = len(events) - kept
-    metadata = {"tables": written, "dropped": str(dropped)}
-    content = save({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}, metadata)
-    name = f"step-{number:06d}" + (f"-rank-{rank}" if rank else "") + ".safetensors"
-    temporary = folder / f".{name}.part"
-    temporary.write_bytes(content)  # not synced to the disk, which takes milliseconds
-    temporary.replace(folder / name)
-
-
-def read_step(path: Path, number: int) -> Step:
+def read_step(path: Path, number: int, rank: int = 0) -> Step:
     """Reads the file of a step.
 
     Args:
         path: Path of the file.
         number: The number of the step.
+        rank: The process.
 
     Raises:
         RecordingError: If the file is damaged.
@@ -230,14 +198,15 @@ def read_step(path: Path, number: int) -> Step:
     try:
         with safe_open(path, "np") as file:
             metadata = file.metadata()
-            tables = json.loads(metadata["tables"]) | {"dropped": int(metadata["dropped"])}
+            tables = json.loads(metadata["tables"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return _step(number, tables, arrays)
+        events = list(_events(tables, arrays))
+        return Step(number, events, tables["settings"], tables["rows"], json.loads(metadata["dropped"]), rank)
     except (SafetensorError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise RecordingError(f"{path} is not a complete recording of a step: {error}. Record the run again") from error
 
 
-def _step(number: int, tables: dict[str, Any], arrays: dict[str, Any]) -> Step:
+def _events(tables: dict[str, Any], arrays: dict[str, Any]) -> Iterator[Event]:
     ends = np.cumsum(arrays["lengths"].astype(np.int64))
     starts, kinds = ends - arrays["lengths"], arrays["kinds"]
     digests = [
@@ -246,15 +215,16 @@ def _step(number: int, tables: dict[str, Any], arrays: dict[str, Any]) -> Step:
                arrays["samples"][starts[i] : ends[i]])
         for i in range(len(ends))
     ]  # fmt: skip
-    events = []
-    for row, extra in zip(arrays["events"].tolist(), arrays["extra"].tolist(), strict=True):
-        phase, kind, name, call, slot, value, autocast, training = row
+    extras = arrays["extra"].tolist()[::-1]
+    for codes, places in zip(arrays["codes"].tolist(), arrays["places"].tolist(), strict=True):
+        phase, kind, autocast, training = codes
+        name, call, slot, value = places
+        extra = extras.pop() if KINDS[kind] in WITH_EXTRA else 0
         detail = tables["arguments"][extra] if KINDS[kind] == ARGUMENTS else str(extra)
-        events.append(
-            Event(PHASES[phase], KINDS[kind], tables["names"][name], call, tables["slots"][slot],
-                  digests[value] if value >= 0 else None, tables["autocasts"][autocast], bool(training), detail)
+        yield Event(
+            PHASES[phase], KINDS[kind], tables["names"][name], call, tables["slots"][slot],
+            digests[value] if value >= 0 else None, tables["autocasts"][autocast], bool(training), detail,
         )  # fmt: skip
-    return Step(number, events, tables["settings"], tables["rows"], tables["dropped"])
 
 
 def folder_of(path: Path) -> Path | None:
@@ -262,12 +232,11 @@ def folder_of(path: Path) -> Path | None:
     return next((place for place in (path / FOLDER, path) if (place / MODEL).is_file()), None)
 
 
-def read_recording(path: str | Path, rank: int = 0) -> Recording:
+def read_recording(path: str | Path) -> Recording:
     """Opens a recording.
 
     Args:
         path: A run's `output_dir`, its folder `recordings`, or the folder that was passed to `record`.
-        rank: The process whose files are read.
 
     Returns:
         The recording; its steps are read on demand.
@@ -295,11 +264,11 @@ def read_recording(path: str | Path, rank: int = 0) -> Recording:
     missing = [name for name in ("kinds", "settings", "shapes") if not isinstance(model.get(name), dict)]
     if missing:
         raise RecordingError(f"{folder / MODEL} is not complete: it has no {missing[0]}. Record the run again")
-    steps = {}
+    steps: dict[int, dict[int, Path]] = {}
     for file in sorted(folder.iterdir()):
         match = _FILE.fullmatch(file.name)
-        if match and int(match[2] or 0) == rank:
-            steps[int(match[1])] = file
+        if match:
+            steps.setdefault(int(match[1]), {})[int(match[2] or 0)] = file
     if not steps:
         raise RecordingError(f"{folder} has no steps: the run ended before the first step of `record_steps`")
     return Recording(folder, model, steps)

@@ -12,6 +12,8 @@ from .digest import hash_of, plain
 MOST_ROWS, MOST_TOKENS = 2, 6
 """Sequences of a rollout, and tokens of each, whose values are recorded: the last of the prompt and the first ones of
 the completion."""
+FEWER_FROM = 500
+"""Modules of a model from which on fewer tokens are recorded, as each has a value in each module."""
 SEARCHED_ROWS = 16
 """Sequences of a batch that is scored in which these tokens are looked for."""
 MOST_HASHED = 256
@@ -79,11 +81,15 @@ def media_of(inputs: Mapping[str, Any], rows: int) -> np.ndarray[Any, Any] | Non
 class TokenRows:
     """The tokens of the running call of the model whose values are recorded.
 
+    Args:
+        modules: The number of modules that are recorded.
+
     Attributes:
         chosen: Sequence, position, number and key of each chosen token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: int) -> None:
+        self._most = min(MOST_TOKENS, max(2, MOST_TOKENS * FEWER_FROM // max(1, modules)))
         self.chosen: list[tuple[int, int, int, int]] = []
         self._shape = (0, 0)
         self._numbers: dict[int, int] = {}
@@ -119,7 +125,7 @@ class TokenRows:
                         self.chosen.append((row, place, self._numbers[key], key))
             return
         if decoding:
-            if self._sequences and len(self._sequences[0]) - self._prompt >= MOST_TOKENS - 1:
+            if self._sequences and len(self._sequences[0]) - self._prompt >= self._most - 1:
                 return
             for known, token in zip(self._sequences, ids[:MOST_ROWS, -1].tolist(), strict=False):
                 known.append(token)
@@ -133,7 +139,7 @@ class TokenRows:
             if sequence:
                 key = int(prefix_hashes(np.array(sequence))[-1] ^ self._seeds[row])
                 number = self._numbers.setdefault(key, len(self._numbers))
-                if number < 2 * MOST_ROWS * MOST_TOKENS:
+                if number < 2 * MOST_ROWS * self._most:
                     self.chosen.append((row, place, number, key))
 
     def _is_decoding(self, ids: torch.Tensor, mask: Any) -> bool:

@@ -6,7 +6,7 @@ transformers 4.57 to 5.23, and also works for remote code with the same structur
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,25 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
         tensor: A tensor, distributed (`DTensor`) or not.
     """
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def tensors_in(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in nested containers by dotted name; skips other objects such as caches.
+
+    Args:
+        value: A tensor, or mappings, tuples and lists of tensors.
+        name: Its name; may be empty.
+        depth: How deep containers are read.
+    """
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta and value.layout == torch.strided:
+            yield name, value
+    elif depth > 0 and isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_in(part, f"{name}.{key}" if name else str(key), depth - 1)
+    elif depth > 0 and isinstance(value, (tuple, list)):
+        for index, part in enumerate(value):
+            yield from tensors_in(part, f"{name}.{index}", depth - 1)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -164,14 +183,25 @@ def is_reference(scored: nn.Module, policy: nn.Module) -> bool:
         scored: The model that is scored, possibly wrapped.
         policy: The policy model, possibly wrapped.
     """
-    base = unwrap(extract_model_from_parallel(scored))
-    if base is not unwrap(extract_model_from_parallel(policy)):
+    if unwrap(extract_model_from_parallel(scored)) is not unwrap(extract_model_from_parallel(policy)):
         return True
-    for layer in base.modules():
-        if hasattr(type(layer), "adapter_layer_names") and hasattr(layer, "active_adapters"):
-            active: Any = layer.active_adapters
-            return bool(layer.disable_adapters) or "ref" in active
-    return False
+    disabled, active = adapter_state(scored)
+    return disabled or "ref" in active
+
+
+def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]]:
+    """Returns whether the adapters of a model are disabled, and the names of the active ones.
+
+    Args:
+        model: A model, possibly wrapped. All its layers have the same adapters, so that the first one is asked.
+    """
+    for module in model.modules():
+        if vars(module).get("_adapters_disabled"):  # PEFT's wrapper, also without layers, as with prompt tuning
+            return True, ()
+        if hasattr(type(module), "adapter_layer_names") and hasattr(module, "active_adapters"):
+            active: Any = module.active_adapters
+            return bool(module.disable_adapters), tuple(active)
+    return False, ()
 
 
 def elements_of(parameter: torch.Tensor) -> int:

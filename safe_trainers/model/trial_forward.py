@@ -98,6 +98,23 @@ def restored(model: nn.Module) -> Iterator[None]:
                             buffer.copy_(values[id(buffer)])
 
 
+@contextlib.contextmanager
+def gradients_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Removes the gradients of tensors during a block, and puts the same gradients back.
+
+    Args:
+        tensors: The parameters of the model whose backward pass runs in the block, and inputs with gradients.
+    """
+    held = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in held:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in held:
+            tensor.grad = gradient
+
+
 def _changeable(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yields the buffers of a module that a forward pass may change, which packed weights are not."""
     packed = holds_packed(module, in_buffers=True)

@@ -20,7 +20,8 @@ from torch import nn
 
 from ..core.feature import Run
 from ..core.patches import PATCHES, patched
-from ..model.trial_forward import devices_of, restored
+from ..model.parts import tensors_in
+from ..model.trial_forward import devices_of, gradients_restored, restored
 
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,8 @@ class LossCall:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors among the inputs."""
-        return sum(value.nbytes for value in self.inputs.values() if isinstance(value, torch.Tensor))
+        """Bytes of the tensors in the inputs."""
+        return sum(tensor.nbytes for _, tensor in tensors_in(self.inputs, ""))
 
     def note_seed(self, gradient: torch.Tensor) -> None:
         """Keeps the gradient of the loss; a hook of the loss."""
@@ -161,7 +162,7 @@ class Replay:
                     _without_collectives(run),
                     restored(run.model),
                     _hooks_restored(run.model),
-                    _gradients_restored(run.model),
+                    gradients_restored(run.model.parameters()),
                     around,
                     _gradients_freed(run.model),  # after they have been read
                     torch.enable_grad(),
@@ -287,19 +288,6 @@ def _hooks_restored(model: nn.Module) -> Iterator[None]:
         for table, known in zip(tables, before, strict=True):
             for key in table.keys() - known:
                 del table[key]
-
-
-@contextlib.contextmanager
-def _gradients_restored(model: nn.Module) -> Iterator[None]:
-    """Removes the gradients of all parameters during a block, and puts the same tensors back."""
-    held = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in held:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in held:
-            parameter.grad = gradient
 
 
 @contextlib.contextmanager

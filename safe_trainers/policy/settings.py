@@ -172,7 +172,7 @@ class PrecisionSettings:
             end, and written to `profile.json` in `output_dir`. On a GPU, each change of phase waits for the device.
         record_steps: The optimizer steps, from 1, whose values are recorded in `output_dir/recordings` for
             `safe-trainers diff`: a list of their numbers, or in Python the number of first steps. A recorded
-            step takes at most 1 MB; the recording changes no value.
+            step takes at most 1 MB for each micro-batch; the recording changes no value.
         save_dtype: Dtype in which `save_model` writes: `"float32"`, `"bfloat16"` or `"float16"`; by default the
             dtype of each weight. Checkpoints always store the trained values exactly.
     """

@@ -69,7 +69,7 @@ def samples():
     yield torch.randn(300, 65)
 
 
-def test_a_hash_is_the_same_for_any_strides_and_together_with_others():
+def test_a_hash_is_the_same_for_any_strides_and_together_with_others(monkeypatch):
     torch.manual_seed(0)
     tensors = [digest.plain(tensor) for tensor in samples()]
     alone = [digest.measure(tensor) for tensor in tensors]
@@ -78,6 +78,8 @@ def test_a_hash_is_the_same_for_any_strides_and_together_with_others():
         assert one[0] == other[0]
         np.testing.assert_allclose(one[1], other[1])
         np.testing.assert_array_equal(one[2], other[2])
+    monkeypatch.setattr(digest, "_CHUNK", 8)  # large tensors are hashed in parts
+    assert [int(digest.hash_of(tensor)) for tensor in tensors] == [one[0] for one in alone]
     turned = torch.randn(6, 4).t()
     assert digest.hash_of(digest.plain(turned)) == digest.hash_of(turned.clone(memory_format=torch.contiguous_format))
     rows = digest.measure_many([(tensors[0].view(5, 21), 5)])
@@ -116,6 +118,16 @@ def test_the_distance_is_in_units_of_the_coarser_dtype():
     nudged = large.clone()
     nudged[1] += 1e-6  # not sampled
     assert digest.ulp_distance(of(large), of(nudged)) == digest.UNSEEN
+
+
+@pytest.mark.parametrize("count", [3, 43, 59, 64])
+def test_thinned_samples_have_values_in_common(count):
+    sample = np.arange(count)
+    for size in (32, 16, 8, 4):
+        small = digest.thinned(sample, size)
+        assert 1 <= len(small) <= size
+        for other in (sample, digest.thinned(sample, 32)):
+            np.testing.assert_array_equal(digest.thinned(other, len(small)), small)
 
 
 # ---- names ----
@@ -274,6 +286,12 @@ def test_a_swap_confirms_the_cause_and_changes_neither_model():
     assert [cells.fingerprint(model) for model in (first, second)] == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for model in (first, second) for p in model.parameters())
+    for model in (first, second):
+        model.train().gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+    found = diff_models(first, second, inputs)
+    assert (found.cause.module, found.cause.kind) == ("model.layers.0.mlp.up_proj", "weights")
+    assert all(p.grad is None for model in (first, second) for p in model.parameters())
     second = tiny.build_model("text")
     second.model.norm.variance_epsilon = 1e-3
     found = diff_models(first, second, inputs)
@@ -283,21 +301,6 @@ def test_a_swap_confirms_the_cause_and_changes_neither_model():
 
 
 # ---- files ----
-
-
-def test_a_step_is_cut_to_one_megabyte(tmp_path):
-    recorder = Recorder(nn.Linear(2, 2))
-    recorder.begin()
-    for index in range(6000):
-        recorder.add(storage.LOSS, storage.POST, f"(part {index})", [torch.randn(100)])
-    columns, tables = recorder.end()
-    storage.write_model(tmp_path, recorder.description())
-    storage.write_step(tmp_path, 1, 0, columns, tables)
-    assert next(tmp_path.glob("step-*")).stat().st_size <= storage.MOST_BYTES
-    step = storage.read_recording(tmp_path).step(1)
-    assert len(step.events) > 1000
-    assert step.dropped + len(step.events) == 6002
-    assert len(step.events[-1].value.sample) < digest.SAMPLES
 
 
 def test_a_recording_that_cannot_be_written_ends_without_the_run(tmp_path):
@@ -404,12 +407,13 @@ def test_generating_without_a_trainer_is_a_rollout(tmp_path):
         (["run", "later"], "none in common. Record the second run with record_steps: [1]"),
         (["run"], "write two run folders, or one and --rollout"),
         (["run", "again", "--rollout"], "write two run folders, or one and --rollout"),
+        (["run", "--rollout", "--phase", "forward"], "--phase forward has no effect. Drop one of the two"),
         (["model", "--rollout"], "has no step in which tokens are sampled"),
         (["model", "model", "--phase", "rollout"], "have no value in common in the phase rollout. "),
     ],
 )
 def test_input_that_cannot_be_compared_is_one_error(recorded, capsys, arguments, message):
-    plain = {"rollout"}
+    plain = {"rollout", "forward"}
     given = [a if a.startswith("--") or a in plain else str(recorded / a) for a in arguments]
     assert main(["diff", *given]) == 2
     error = capsys.readouterr().err
@@ -423,7 +427,7 @@ def test_a_damaged_recording_is_one_error(recorded, tmp_path, capsys):
         (tmp_path / file.name).write_bytes(file.read_bytes()[:kept])
     assert main(["diff", str(recorded / "run"), str(tmp_path)]) == 2
     assert "is not a complete recording of a step" in capsys.readouterr().err
-    (tmp_path / storage.MODEL).write_text('{"version": 1}')
+    (tmp_path / storage.MODEL).write_text(f'{{"version": {storage.VERSION}}}')
     assert main(["diff", str(recorded / "run"), str(tmp_path)]) == 2
     assert "is not complete: it has no kinds. Record the run again" in capsys.readouterr().err
 

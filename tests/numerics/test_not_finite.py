@@ -25,7 +25,7 @@ from safe_trainers import PrecisionError, PrecisionWarning
 from safe_trainers.numerics.gradient_norm import GradientNorm
 from safe_trainers.numerics.gradients import GradientWatch, names_of_adapters
 from safe_trainers.numerics.not_finite import NotFinite
-from safe_trainers.numerics.replay import Replay
+from safe_trainers.numerics.replay import LossCall, Replay
 from safe_trainers.numerics.step_monitor import StepMonitor
 from safe_trainers.numerics.trace import (
     GRADIENT,
@@ -501,6 +501,12 @@ def test_batches_that_are_too_large_are_not_kept(monkeypatch):
     assert kept == [1]
 
 
+def test_tensors_in_lists_and_mappings_count_to_the_size_of_a_batch():
+    tensor = torch.zeros(4, 5)
+    inputs = {"input_ids": tensor, "images": [tensor, {"pixel_values": tensor}], "num_items": 3}
+    assert LossCall(None, inputs, {}).nbytes == 3 * tensor.nbytes
+
+
 def test_a_diagnosis_that_fails_leaves_the_run_as_it_is(monkeypatch):
     def broken(*args, **kwargs):
         raise ValueError("the diagnosis is broken")
@@ -632,7 +638,7 @@ def test_two_processes_name_what_one_of_them_sees(tmp_path):
 ALONE = """
 import os, sys
 import test_not_finite as here
-from safe_trainers.numerics.replay import Replay
+from safe_trainers.numerics.replay import LossCall, Replay
 
 rank, again, passes = int(os.environ["RANK"]), Replay.again, []
 Replay.again = lambda *args: passes.append(1) or again(*args)

@@ -106,9 +106,7 @@ def test_another_model_may_have_no_head():
 def test_a_reference_model_of_the_user_keeps_its_dtype():
     made = cells.arguments(Cell("text", "dpo", "fp32", None), SafeDPOConfig, steps=1)
     reference = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.bfloat16)
-    with pytest.warns(
-        PrecisionWarning, match="Its weights are bfloat16, and those of the policy float32"
-    ):
+    with pytest.warns(PrecisionWarning, match="Its weights are bfloat16, and those of the policy float32"):
         cells.SAFE["dpo"](**made, ref_model=reference).train()
     assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
 
