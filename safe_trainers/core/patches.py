@@ -128,6 +128,10 @@ PATCHES: Mapping[str, Patch] = {
         "the key-value cache of `generate`", ("update",), BLOCK,
         "keys and values have two dtypes under autocast, and one is stored and cast again; a cache has no hooks",
     ),
+    "recorded-generate": Patch(
+        "the policy model", ("generate",), BLOCK,
+        "each call is to record log-probabilities, and the inputs of user code are not to be changed",
+    ),
     "cpu-packing": Patch(
         "4-bit layers of the model", ("support_avx512bf16_for_cpu",), LIFETIME,
         "bitsandbytes packs a layer in another order when it is evaluated on some CPUs, and then gives it no gradient",

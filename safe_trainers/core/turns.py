@@ -51,6 +51,43 @@ def match_rows(
         yield Match(row, index, start, shared_prefix(tokens, completions[index][start:]))
 
 
+def match_sequences(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    turn_prompts: Sequence[Sequence[int]],
+    sampled: Sequence[Sequence[int]],
+) -> Iterator[Match]:
+    """Matches each sequence to the rows of a turn that it contains: their prompt, and the most of their tokens.
+
+    Rows that are alike are taken in their order, and again only if no other one is left. A sequence may have been
+    moved, repeated or left out.
+
+    Args:
+        prompts: Token ids of each sequence's prompt.
+        completions: Token ids of each completion, including results of tools; padding after the end does not matter.
+        turn_prompts: Token ids of the prompt of each row of the turn.
+        sampled: Token ids that the turn sampled for each row.
+
+    Yields:
+        The matches with at least one token.
+    """
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row, prompt in enumerate(turn_prompts):
+        rows.setdefault(tuple(prompt), []).append(row)
+    used: set[int] = set()
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        sequence = (*prompt, *completion)
+        for begin, alike in rows.items():
+            start = len(begin) - len(prompt)
+            if start < 0 or sequence[: len(begin)] != begin:
+                continue
+            rest = completion[start:]
+            kept, _, last = max((shared_prefix(sampled[row], rest), row not in used, -row) for row in alike)
+            if kept:
+                used.add(-last)
+                yield Match(-last, index, start, kept)
+
+
 def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Returns how many first tokens two sequences share.
 
@@ -59,4 +96,6 @@ def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
         right: Token ids, of any length.
     """
     shorter = min(len(left), len(right))
+    if left[:shorter] == right[:shorter]:
+        return shorter
     return next((i for i, (own, other) in enumerate(zip(left, right, strict=False)) if own != other), shorter)

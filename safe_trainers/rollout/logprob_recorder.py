@@ -10,7 +10,7 @@ Recording changes neither the sampled tokens nor the state of any random generat
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
-from ..core.turns import match_rows
+from ..core.turns import match_sequences
 
 
 SAMPLER_KEY = "precision_sampler_logps"
@@ -129,8 +129,8 @@ class Turn:
 
     Attributes:
         temperature: The trainer's temperature, by which logits are divided.
-        prompts: Token ids of each row's prompt without padding, if they are known.
-        lengths: Number of tokens of each row's completion, including the end of sequence.
+        prompts: Token ids of each row's prompt without padding.
+        lengths: Number of sampled tokens of each row, including the end of sequence.
         recorded: Whether `generate` has recorded this turn.
         tokens: The sampled tokens, (b, T), padded after the end of each row.
         logps: Their log-probabilities in nats, (b, T) float32.
@@ -171,10 +171,32 @@ class Turn:
             )
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             self.tokens, self.logps = sequences[:, input_ids.shape[1] :], recorder.finish(sequences)
+            self.prompts = unpadded(input_ids, model_kwargs.get("attention_mask"))
+            self.lengths = _lengths(self.tokens, generation_config.eos_token_id)
             self.recorded = True
             return output
 
         return generate
+
+
+def unpadded(ids: torch.Tensor, mask: Any) -> list[list[int]]:
+    """Returns rows of token ids without padding.
+
+    Args:
+        ids: Token ids, (B, T).
+        mask: The attention mask, (B, T); without one, no token is padding.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        return ids.tolist()
+    return [row[kept].tolist() for row, kept in zip(ids.cpu(), mask.cpu() != 0, strict=True)]
+
+
+def _lengths(tokens: torch.Tensor, ends: Any) -> list[int]:
+    """Returns the number of tokens of each row, (b, T), up to the first one that ends a sequence."""
+    if ends is None or not tokens.numel():
+        return [tokens.shape[1]] * len(tokens)
+    found = torch.isin(tokens, torch.as_tensor(ends, device=tokens.device))
+    return torch.where(found.any(1), found.int().argmax(1) + 1, tokens.shape[1]).tolist()
 
 
 def _world_size() -> int:
@@ -182,39 +204,32 @@ def _world_size() -> int:
     return torch.distributed.get_world_size() if distributed else 1
 
 
-def align(turns: Sequence[Turn], completion_ids: torch.Tensor) -> torch.Tensor | None:
+def align(turns: Sequence[Turn], batch: Mapping[str, Any]) -> torch.Tensor | None:
     """Arranges the recorded log-probabilities in the shape of the rollout batch.
 
-    The first turn has one row for each row of the batch. Later turns, after tool calls, continue some of the rows in
-    order. Each of their rows is matched to the first sequence that begins with the row's prompt and comes after the
-    sequence matched to the row before.
+    Each sequence gets those of the recorded rows that it begins with: the same prompt, or the same prompt and
+    completion so far in later turns after tool calls, and the same sampled tokens. A token that follows another prefix
+    was sampled from another distribution.
 
     Args:
         turns: The turns of one rollout, in order.
-        completion_ids: The batch's completions, (B, C), right-padded, including the results of tools.
+        batch: The batch, with TRL's `prompt_ids`, (B, P), left-padded, their `prompt_mask`, and `completion_ids`,
+            (B, C), right-padded, including the results of tools.
 
     Returns:
         Log-probabilities in nats, (B, C) float32, NaN for tokens that were not recorded; `None` if no turn was
-        recorded, or if the turns do not belong to this batch.
+        recorded, or if no row of the turns belongs to this batch.
     """
-    if not turns or not all(turn.recorded for turn in turns) or len(turns[0].lengths) != len(completion_ids):
+    ids, prompt_ids = batch["completion_ids"], batch.get("prompt_ids")
+    if not turns or not isinstance(prompt_ids, torch.Tensor):
         return None
-    logps = torch.full(completion_ids.shape, torch.nan, device=completion_ids.device)
-    first, common = turns[0], min(completion_ids.shape[1], turns[0].tokens.shape[1])
-    same = first.tokens[:, :common] == completion_ids[:, :common]
-    if len(turns) > 1:  # a tool's result may equal the padding after a row
-        lengths = torch.tensor(first.lengths, device=logps.device)
-        same &= torch.arange(common, device=logps.device) < lengths.unsqueeze(1)
-    logps[:, :common] = first.logps[:, :common].where(same, torch.nan)
-    if len(turns) > 1:
-        _add_later_turns(logps, turns, completion_ids)
-    return logps
-
-
-def _add_later_turns(logps: torch.Tensor, turns: Sequence[Turn], completion_ids: torch.Tensor) -> None:
-    completions = completion_ids.tolist()
-    for turn in turns[1:]:
+    prompts, completions = unpadded(prompt_ids, batch.get("prompt_mask")), ids.tolist()
+    logps = torch.full(ids.shape, torch.nan, device=ids.device)
+    found = False
+    for turn in turns:
         sampled = [row[:length] for row, length in zip(turn.tokens.tolist(), turn.lengths, strict=True)]
-        for match in match_rows(turns[0].prompts, completions, turn.prompts, sampled):
+        for match in match_sequences(prompts, completions, turn.prompts, sampled):
             end = match.start + match.kept
             logps[match.index, match.start : end] = turn.logps[match.row, : match.kept]
+            found = True
+    return logps if found else None

@@ -64,7 +64,6 @@ class RolloutProbe(Feature):
         super().__init__(run)
         self.names: tuple[str, ...] = ()  # the modules that compute in float32 now
         self.forwards: list[torch.Tensor] = []
-        self._forced: list[torch.Tensor] | None = None
         self._rows = 0
 
     def begin(self, rows: int, forced: Sequence[Sequence[Sequence[int]]] | None) -> None:
@@ -76,14 +75,12 @@ class RolloutProbe(Feature):
         """
         self.forwards, self._rows = [], rows
         device = self.run.accelerator.device
-        self._forced = None if forced is None else [torch.tensor(turn, device=device) for turn in forced]
+        turns = None if forced is None else [torch.tensor(turn, device=device) for turn in forced]
 
-    def on_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Adds the forced tokens of the turn to the inputs of `generate`."""
-        position = self.run.feature(TurnRecorder).position
-        if self._forced is None or position is None or "input_ids" not in inputs:
-            return inputs
-        return {**inputs, "logits_processor": LogitsProcessorList([Forced(self._forced[position])])}
+        def force(number: int) -> LogitsProcessorList:
+            return LogitsProcessorList([Forced(turns[number])] if turns is not None else [])
+
+        self.run.feature(TurnRecorder).processors = None if forced is None else force
 
     def around_scoring(self, call: Callable[[], Any]) -> Any:
         """Scores completions, and keeps the log-probabilities, with their graph if gradients are enabled."""
@@ -266,7 +263,7 @@ class Bench:
         for number, rows in enumerate(batches):
             begun = self._clock()
             batch, turns = self._batch(names, None if tokens is None else tokens[number], rows, seed + number)
-            sampler = align(turns, batch["completion_ids"])
+            sampler = align(turns, batch)
             if any(key in batch for key in OLD_KEYS):
                 scored = old_logps(batch, self._probe.forwards)
             else:

@@ -232,26 +232,51 @@ def turn_of(prompts, rows, values):
     )
 
 
+def arranged(turns, completions, prompts=((1,), (2,))):
+    ids = torch.tensor(prompts)
+    return align(turns, {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids), "completion_ids": completions})
+
+
 def test_one_turn_is_as_wide_as_the_batch():
     turn = turn_of([[1], [2]], [[5, 6], [7]], [[-1.0, -2.0], [-3.0]])
     wide = torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])  # pad_to_multiple_of
-    assert align([turn], wide)[0, :2].tolist() == [-1.0, -2.0]
-    assert align([turn], wide)[:, 2:].isnan().all()
-    assert align([turn], wide[:, :1]).tolist() == [[-1.0], [-3.0]]
+    assert arranged([turn], wide)[0, :2].tolist() == [-1.0, -2.0]
+    assert arranged([turn], wide)[:, 2:].isnan().all()
+    assert arranged([turn], wide[:, :1]).tolist() == [[-1.0], [-3.0]]
 
 
 def test_a_token_that_was_not_sampled_has_no_log_probability():
     turn = turn_of([[1], [2]], [[5, 6], [7, 8]], [[-1.0, -2.0], [-3.0, -4.0]])
-    found = align([turn], torch.tensor([[5, 9], [7, 8]]))
+    found = arranged([turn], torch.tensor([[5, 9], [7, 8]]))
     assert found.isnan().tolist() == [[False, True], [False, False]]
 
 
-def test_nothing_recorded_and_another_number_of_rows():
+def test_nothing_recorded_and_another_batch():
     turn = turn_of([[1], [2]], [[5], [7]], [[-1.0], [-3.0]])
-    assert align([], torch.ones(2, 1)) is None
-    assert align([Turn(1.0)], torch.ones(0, 1)) is None
-    assert align([turn, Turn(1.0)], torch.ones(2, 1)) is None
-    assert align([turn], torch.ones(3, 1)) is None
+    ids = torch.tensor([[5], [7]])
+    assert arranged([], ids) is None
+    assert arranged([turn], ids, [[3], [4]]) is None
+    assert align([turn], {"completion_ids": ids}) is None
+
+
+def test_sequences_may_be_moved_repeated_and_left_out():
+    turn = turn_of([[1], [1], [2]], [[5, 6], [7], [5, 6]], [[-1.0, -2.0], [-3.0], [-4.0, -5.0]])
+    found = arranged([turn], torch.tensor([[5, 6], [7, 0], [5, 6], [5, 6]]), [[2], [1], [1], [1]])
+    assert found[:, 0].tolist() == [-4.0, -3.0, -1.0, -1.0]
+    assert found[2].tolist() == [-1.0, -2.0]
+
+
+def test_tokens_after_another_prefix_are_not_those_that_were_sampled():
+    turn = turn_of([[1]], [[5, 6, 7]], [[-1.0, -2.0, -3.0]])
+    found = arranged([turn], torch.tensor([[5, 9, 7]]), [[1]])
+    assert found.isnan().tolist() == [[False, True, True]]
+
+
+def test_calls_for_some_rows_each_are_put_together():
+    calls = [turn_of([[1], [2]], [[5], [6]], [[-1.0], [-2.0]]), turn_of([[3]], [[7, 8]], [[-3.0, -4.0]])]
+    found = arranged(calls, torch.tensor([[5, 0], [6, 0], [7, 8]]), [[1], [2], [3]])
+    assert found[:, 0].tolist() == [-1.0, -2.0, -3.0]
+    assert found[2, 1] == -4.0
 
 
 def test_later_turns_continue_their_rows():
@@ -267,14 +292,14 @@ def test_later_turns_continue_their_rows():
         [[-0.1, -0.2, nan, -0.3, nan, nan], [-1.1, -1.2, nan, nan, nan, nan], [-2.1, -2.2, nan, -2.3, -2.4, nan],
          [-3.1, -3.2, nan, -3.3, -3.4, nan]]
     )  # fmt: skip
-    assert torch.allclose(align([first, second, third], batch), expected, equal_nan=True)
+    assert torch.allclose(arranged([first, second, third], batch, [[1]] * 4), expected, equal_nan=True)
 
 
 def test_rows_that_are_alike_are_continued_in_order():
     first = turn_of([[1], [1]], [[5], [5]], [[-1.0], [-2.0]])
     second = turn_of([[1, 5, 30], [1, 5, 30]], [[8], [9]], [[-3.0], [-4.0]])
     batch = torch.tensor([[5, 30, 8], [5, 30, 9]])
-    found = align([first, second], batch)
+    found = arranged([first, second], batch, [[1]] * 2)
     assert found[:, 0].tolist() == [-1.0, -2.0]
     assert found[:, 2].tolist() == [-3.0, -4.0]
 
@@ -283,6 +308,6 @@ def test_padding_is_not_taken_for_a_sampled_token():
     """What a tool returned, or a later turn sampled, may be the token that rows are padded with."""
     first = turn_of([[1], [1]], [[5, 6, 7], [5]], [[-1.0, -2.0, -3.0], [-4.0]])
     second = turn_of([[1, 5, 30]], [[0]], [[-5.0]])
-    found = align([first, second], torch.tensor([[5, 6, 7], [5, 30, 0]]))
+    found = arranged([first, second], torch.tensor([[5, 6, 7], [5, 30, 0]]), [[1]] * 2)
     assert found[1].isnan().tolist() == [False, True, False]
     assert found[1, 2] == -5.0

@@ -170,3 +170,48 @@ class Constant(torch.optim.lr_scheduler.LRScheduler):
 
     def state_dict(self):
         return {}
+
+
+class InChunks(trl.GRPOTrainer):
+    """Generates two rows at a time."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        made = [super(InChunks, self)._generate_single_turn(prompt_ids[i : i + 2], *args, **kwargs) for i in (0, 2)]
+        return tuple(_joined([part[n] for part in made]) for n in range(len(made[0])))
+
+
+def _joined(parts):
+    return [row for part in parts for row in part] if isinstance(parts[0], list) else parts[0]
+
+
+class OwnInputs(trl.GRPOTrainer):
+    """Prepares the inputs of `generate` itself, and expects tensors."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        ids = torch.tensor([[1, *prompt_ids[0]]])
+        prepared = super(trl.GRPOTrainer, self)._prepare_inputs({"input_ids": ids, "attention_mask": ids != 0})
+        assert all(isinstance(value, torch.Tensor) for value in prepared.values())
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+
+class Reversed(trl.GRPOTrainer):
+    """Reverses the rows of a batch."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        return {
+            key: value.flip(0) if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in batch.items()
+        }
+
+
+@pytest.mark.parametrize("between", [InChunks, OwnInputs, Reversed])
+def test_own_rollouts_are_measured(between):
+    made = cells.arguments(
+        Cell("text", "grpo", "fp32", None), SafeGRPOConfig, steps=1, logging_steps=1, num_generations=2
+    )
+    trainer = sandwiched(between)(**made)
+    trainer.train()
+    log = next(entry for entry in trainer.state.log_history if "precision/logp_mismatch_mean" in entry)
+    assert log["precision/logp_mismatch_mean"] < 1e-5
+    assert log["precision/logp_unscored_frac"] == 0
