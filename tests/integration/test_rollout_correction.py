@@ -57,7 +57,8 @@ class Compared(SafeGRPOTrainer):
         ours = super()._compute_loss(model, inputs)
         del self._get_per_token_logps_and_entropies
         args = self.args
-        difference = (plain.get("old_per_token_logps", kept[0]) - plain[SAMPLER_KEY]) * plain["completion_mask"]
+        difference = plain.get("old_per_token_logps", kept[0]) - plain[SAMPLER_KEY]
+        difference = difference.where(plain["completion_mask"] != 0, 0.0)
         low = args.vllm_importance_sampling_clip_min
         weights = weights_by_hand(
             difference, args.vllm_importance_sampling_mode, 0.0 if low is None else low,

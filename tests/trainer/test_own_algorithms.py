@@ -214,4 +214,4 @@ def test_own_rollouts_are_measured(between):
     trainer.train()
     log = next(entry for entry in trainer.state.log_history if "precision/logp_mismatch_mean" in entry)
     assert log["precision/logp_mismatch_mean"] < 1e-5
-    assert log["precision/logp_unscored_frac"] == 0
+    assert log["precision/unscored_frac"] == 0
