@@ -85,7 +85,7 @@ class Recorder:
         self._open, self.error = True, None
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         modules = list(watched_modules(self.model))
-        self._names = {id(module): name for name, module in modules}
+        self._names.update((id(module), name) for name, module in modules)
         self._weights()
         self._settings: dict[str, dict[str, Any]] = settings.of_model(self.model, self._configs)
         self._settings[ARGUMENTS_NAME] = self._arguments

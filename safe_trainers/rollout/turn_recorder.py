@@ -55,7 +55,7 @@ class TurnRecorder(Feature):
         temperature, turns = getattr(self.run.trainer, "temperature", None), self._turns
         if turns is None or temperature is None or self.why_not_recordable() is not None:
             return call()
-        model = unwrap(self.run.model)
+        model: Any = unwrap(self.run.model)
         with patched("recorded-generate", model, generate=self._recorded(model.generate, temperature, turns)):
             return call()
 

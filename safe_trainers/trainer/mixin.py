@@ -169,8 +169,8 @@ class PrecisionMixin(ExactCheckpoints):
         for model in others:
             prepare_other_model(run, model, isinstance(policy, type(model)))
         if getattr(self.args, "cast_lm_head_to_fp32", False):
-            for model in (self.model, getattr(self, "ref_model", None)):  # TRL casts the heads of these two
-                base: Any = None if model is None else unwrap(model)
+            for owner in (self.model, getattr(self, "ref_model", None)):  # TRL casts the heads of these two
+                base: Any = None if owner is None else unwrap(owner)
                 head = None if base is None else base.get_output_embeddings()
                 if head is not None:  # autocast in rollouts would round the output of the float32 head
                     fp32_modules.without_autocast(head)
