@@ -419,8 +419,8 @@ def _with_roles(column: str, messages: list[Any]) -> list[Any]:
 
 def _in_parts(messages: list[dict[str, Any]], count: int, where: str) -> list[dict[str, Any]]:
     """Messages whose contents are parts of text and images, as chat templates of processors read them."""
-    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
-    marks = sum(text.count(PLACEHOLDER) for text in texts)
+    strings = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    marks = sum(string.count(PLACEHOLDER) for string in strings)
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     placed = sum(part.get("type") == "image" for parts in lists for part in parts)
     if marks and marks + placed != count:

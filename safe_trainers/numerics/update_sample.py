@@ -185,6 +185,6 @@ def _draw(parameters: Sequence[nn.Parameter], sizes: Sequence[int], size: int) -
 
 
 def _has_rate(group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer steps with a group; some choose the learning rate themselves, and have no number for it."""
+    """Whether an optimizer steps with a group; some choose the learning rate themselves."""
     rate = group.get("lr")
     return not isinstance(rate, (int, float, torch.Tensor)) or float(rate) > 0
