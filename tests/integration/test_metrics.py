@@ -131,7 +131,12 @@ def full_forward(trainer, batch):
         logits = model(input_ids=ids, attention_mask=attention, use_cache=False, **media).logits
     width = batch["completion_ids"].shape[1]
     logits = logits[:, -width - 1 : -1].float() / trainer.temperature
-    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    logps = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    ends = trainer.generation_config.eos_token_id
+    if isinstance(ends, list):  # TRL knows one end, and counts the padding after the others as tokens
+        found = torch.isin(batch["completion_ids"], torch.tensor(ends)).int()
+        logps[found.cumsum(1) > found] = torch.nan
+    return logps
 
 
 def train(cell, trainer_class=None, config=None, callbacks=(), **changes):

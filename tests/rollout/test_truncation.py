@@ -131,7 +131,9 @@ def truncation_of(model, corrects, **changes):
     trainer = SimpleNamespace(vllm_generation=None, tools=None, temperature=1.0)
     settings = SimpleNamespace(precision_metrics=True)
     return TruncationCorrection(
-        SimpleNamespace(args=SimpleNamespace(**args), trainer=trainer, model=model, settings=settings)
+        SimpleNamespace(
+            args=SimpleNamespace(**args), trainer=trainer, model=model, settings=settings, scores_policy=True
+        )
     )
 
 
