@@ -425,14 +425,16 @@ class _Explanation:
 
 
 def _factor(pair: Pair) -> float:
-    """The factor between the sampled values of two gradients, by least squares; 1 if they are equal."""
+    """The factor between the sampled values of two gradients, by least squares; 1 if they are equal or zero."""
     one, other = pair.first.value, pair.second.value
     if one is None or other is None or one.hash == other.hash or one.shape != other.shape:
         return 1.0
     size = max(1, min(len(one.sample), len(other.sample)))
     mine, theirs = (thinned(digest.sample, size).astype("float64") for digest in (one, other))
     squares = float(mine @ mine)
-    return float(mine @ theirs) / squares if squares else 1.0
+    if squares:
+        return float(mine @ theirs) / squares
+    return other.largest / one.largest if one.largest > 0 else 1.0  # embeddings have few gradients that are not zero
 
 
 def _dropped(step: Step, phase: str) -> int:

@@ -135,12 +135,12 @@ def test_a_step_of_many_micro_batches_fits(tmp_path):
 
 def test_of_a_large_step_samples_are_thinned_and_then_calls_inside_are_left_out(tmp_path, monkeypatch, capsys):
     whole = step_of(passes(tmp_path / "whole", tiny.build_model("text"), 3))
+    bytes_of_whole = next(tmp_path.glob("whole/step-*")).stat().st_size
     lengths = []
-    for size in (40_000, 16_000):
-        monkeypatch.setattr(storage, "MOST_BYTES", size)
-        folder = passes(tmp_path / str(size), tiny.build_model("text"), 3)
-        (file,) = (tmp_path / str(size)).glob("step-*")
-        assert file.stat().st_size <= 3 * size
+    for share in (0.8, 0.3):
+        monkeypatch.setattr(storage, "MOST_BYTES", int(share * bytes_of_whole / 3))
+        folder = passes(tmp_path / str(share), tiny.build_model("text"), 3)
+        assert next((tmp_path / str(share)).glob("step-*")).stat().st_size <= share * bytes_of_whole
         lengths.append([len(event.value.sample) for event in step_of(folder).events if event.value is not None])
     small = step_of(folder)
     assert max(lengths[0]) == SAMPLES
@@ -330,7 +330,7 @@ def test_a_copy_of_the_model_in_a_recorded_step_is_not_recorded(tmp_path):
     class Copies(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
             self.copy = copy.deepcopy(model)
-            self.copy(input_ids=torch.arange(3, 11)[None])
+            self.copy.model(input_ids=torch.arange(3, 11)[None])  # the `forward` that TRL replaces is the original's
 
     def train(folder, *callbacks):
         reset_accelerate()
@@ -346,4 +346,4 @@ def test_a_copy_of_the_model_in_a_recorded_step_is_not_recorded(tmp_path):
     assert compare_recordings(*folders).cause is None
     counts = [len(storage.read_recording(folder).step(2).events) for folder in folders]
     assert counts[0] == counts[1]
-    copies.copy(input_ids=torch.arange(3, 11)[None])
+    copies.copy.model(input_ids=torch.arange(3, 11)[None])
