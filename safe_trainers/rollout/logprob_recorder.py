@@ -10,7 +10,7 @@ Recording changes neither the sampled tokens nor the state of any random generat
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,11 +143,15 @@ class Turn:
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     logps: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
-    def recording(self) -> Callable[..., Any]:
+    def recording(self, more: Sequence[Any] = ()) -> Callable[..., Any]:
         """Returns a function for the argument `custom_generate` of `generate`, which fills this turn.
 
-        It is a plain function, because PEFT copies the arguments of `generate` for some adapters, and a copied object
-        would fill a copy of this turn.
+        Args:
+            more: Logits processors that come after those of the call.
+
+        Returns:
+            A plain function, because PEFT copies the arguments of `generate` for some adapters, and a copied object
+            would fill a copy of this turn.
         """
 
         def generate(
@@ -158,7 +162,7 @@ class Turn:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> Any:
-            recorder = Recorder(logits_processor, self.temperature, input_ids.shape[1])
+            recorder = Recorder([*logits_processor, *more], self.temperature, input_ids.shape[1])
             output = type(model)._sample(
                 model,
                 input_ids,
@@ -177,6 +181,26 @@ class Turn:
             return output
 
         return generate
+
+
+def recording_into(
+    turns: list[Turn], temperature: float, processors: Callable[[int], Sequence[Any]] | None = None
+) -> Callable[..., Any]:
+    """Returns a function for the argument `custom_generate` of `generate`, which adds a turn for each call.
+
+    Args:
+        turns: The turns so far.
+        temperature: The trainer's temperature, by which logits are divided.
+        processors: Makes further logits processors of a call by its number, from 0.
+    """
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        turn = Turn(temperature)
+        output = turn.recording(() if processors is None else processors(len(turns)))(*args, **kwargs)
+        turns.append(turn)
+        return output
+
+    return generate
 
 
 def unpadded(ids: torch.Tensor, mask: Any) -> list[list[int]]:
@@ -204,7 +228,9 @@ def _world_size() -> int:
     return torch.distributed.get_world_size() if distributed else 1
 
 
-def align(turns: Sequence[Turn], batch: Mapping[str, Any]) -> torch.Tensor | None:
+def align(
+    turns: Sequence[Turn], ids: torch.Tensor, prompt_ids: torch.Tensor | None, prompt_mask: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Arranges the recorded log-probabilities in the shape of the rollout batch.
 
     Each sequence gets those of the recorded rows that it begins with: the same prompt, or the same prompt and
@@ -213,17 +239,17 @@ def align(turns: Sequence[Turn], batch: Mapping[str, Any]) -> torch.Tensor | Non
 
     Args:
         turns: The turns of one rollout, in order.
-        batch: The batch, with TRL's `prompt_ids`, (B, P), left-padded, their `prompt_mask`, and `completion_ids`,
-            (B, C), right-padded, including the results of tools.
+        ids: The batch's completions, (B, C), right-padded, including the results of tools.
+        prompt_ids: Its prompts, (B, P), left-padded; `None` if the batch does not have them.
+        prompt_mask: Their attention mask, (B, P).
 
     Returns:
         Log-probabilities in nats, (B, C) float32, NaN for tokens that were not recorded; `None` if no turn was
         recorded, or if no row of the turns belongs to this batch.
     """
-    ids, prompt_ids = batch["completion_ids"], batch.get("prompt_ids")
-    if not turns or not isinstance(prompt_ids, torch.Tensor):
+    if not turns or prompt_ids is None:
         return None
-    prompts, completions = unpadded(prompt_ids, batch.get("prompt_mask")), ids.tolist()
+    prompts, completions = unpadded(prompt_ids, prompt_mask), ids.tolist()
     logps = torch.full(ids.shape, torch.nan, device=ids.device)
     found = False
     for turn in turns:

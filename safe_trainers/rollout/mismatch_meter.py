@@ -129,7 +129,9 @@ class MismatchMeter(Feature):
             self._log_once(f"the rollout batches of this trainer do not have {' and '.join(_COMPLETIONS)}")
             return _with_finite_weights(batch)
         recorded = batch.get(TRL_SAMPLER_KEY) is None
-        sampler = align(turns, batch) if recorded else batch[TRL_SAMPLER_KEY]
+        sampler = batch.get(TRL_SAMPLER_KEY)
+        if recorded:
+            sampler = align(turns, batch["completion_ids"], batch.get("prompt_ids"), batch.get("prompt_mask"))
         if sampler is None:
             self._log_once(self._why_absent())
         else:

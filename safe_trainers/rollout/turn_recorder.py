@@ -8,7 +8,7 @@ from typing import Any
 from ..core.feature import Feature, Run
 from ..core.patches import patched
 from ..model.parts import unwrap
-from .logprob_recorder import ARGUMENT, RECORDED_MODES, Turn, takes_recording
+from .logprob_recorder import ARGUMENT, RECORDED_MODES, Turn, recording_into, takes_recording
 
 
 class TurnRecorder(Feature):
@@ -51,27 +51,14 @@ class TurnRecorder(Feature):
         return None
 
     def around_rollout(self, call: Callable[[], Any]) -> Any:
-        """Generates one turn, and records the calls of the policy's `generate` in it."""
+        """Generates one turn, and records the calls of the policy's `generate` in it.
+
+        A call with a function of its own to sample with is not recorded.
+        """
         temperature, turns = getattr(self.run.trainer, "temperature", None), self._turns
         if turns is None or temperature is None or self.why_not_recordable() is not None:
             return call()
         model: Any = unwrap(self.run.model)
-        with patched("recorded-generate", model, generate=self._recorded(model.generate, temperature, turns)):
+        recording = {ARGUMENT: recording_into(turns, temperature, self.processors)}
+        with patched("recorded-generate", model, generate=functools.partial(model.generate, **recording)):
             return call()
-
-    def _recorded(self, generate: Callable[..., Any], temperature: float, turns: list[Turn]) -> Callable[..., Any]:
-        """Returns a `generate` that records, unless it is called with a function of its own to sample with."""
-
-        @functools.wraps(generate)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get(ARGUMENT) is not None:
-                return generate(*args, **kwargs)
-            turn = Turn(temperature)
-            if self.processors is not None:
-                kwargs["logits_processor"] = self.processors(len(turns))
-            result = generate(*args, **{**kwargs, ARGUMENT: turn.recording()})
-            if turn.recorded:
-                turns.append(turn)
-            return result
-
-        return recorded

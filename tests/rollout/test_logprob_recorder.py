@@ -234,7 +234,7 @@ def turn_of(prompts, rows, values):
 
 def arranged(turns, completions, prompts=((1,), (2,))):
     ids = torch.tensor(prompts)
-    return align(turns, {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids), "completion_ids": completions})
+    return align(turns, completions, ids, torch.ones_like(ids))
 
 
 def test_one_turn_is_as_wide_as_the_batch():
@@ -256,7 +256,7 @@ def test_nothing_recorded_and_another_batch():
     ids = torch.tensor([[5], [7]])
     assert arranged([], ids) is None
     assert arranged([turn], ids, [[3], [4]]) is None
-    assert align([turn], {"completion_ids": ids}) is None
+    assert align([turn], ids, None) is None
 
 
 def test_sequences_may_be_moved_repeated_and_left_out():
