@@ -5,6 +5,7 @@ import pytest
 import torch
 import trl
 from cells import Cell
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from safe_trainers import (
@@ -15,6 +16,7 @@ from safe_trainers import (
     SafeGRPOConfig,
     SafeSFTConfig,
 )
+from safe_trainers.core.patches import has_replacements, replaced_by
 
 
 def sandwiched(between):
@@ -100,7 +102,12 @@ class WithCritic(trl.GRPOTrainer):
 
 def test_another_model_may_have_no_head():
     made = cells.arguments(Cell("text", "grpo", "bf16", "bf16"), SafeGRPOConfig, steps=1, cast_lm_head_to_fp32=True)
-    sandwiched(WithCritic)(**made).train()
+    trainer, seen = sandwiched(WithCritic)(**made), set()
+    trainer.model.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    trainer.train()
+    assert seen == {torch.float32}
+    assert replaced_by(trainer.model.lm_head, "forward") == ["float32-head"]
+    assert not has_replacements(trainer.critic.score)
 
 
 def test_a_reference_model_of_the_user_keeps_its_dtype():
@@ -119,7 +126,10 @@ def test_the_best_weights_of_a_model_that_was_compiled_meanwhile_are_loaded(tmp_
     trainer = cells.SAFE["sft"](**made, eval_dataset=made["train_dataset"])
     trainer.model = torch.compile(trainer.model, backend="eager")
     trainer.train()
-    assert trainer.state.best_model_checkpoint is not None
+    saved = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
+    live = {name.removeprefix("_orig_mod."): tensor for name, tensor in trainer.model.state_dict().items()}
+    assert saved
+    assert all(torch.equal(live[name.removeprefix("_orig_mod.")], tensor) for name, tensor in saved.items())
 
 
 class NoRate(torch.optim.SGD):
