@@ -98,7 +98,7 @@ def report_on_recipe(path: Path, task: str | None = None) -> "Report":
     from ..data.columns import embedded_name
     from ..recipes import packaged
     from ..recipes.load import load_recipe
-    from ..recipes.validate import check_recipe, task_of
+    from ..recipes.validate import check_recipe, only_task_of
     from ..recipes.yaml_file import read_file
     from ..report.document import Cell, Report, Table
     from ..report.run_report import POLICY, TITLE
@@ -107,7 +107,7 @@ def report_on_recipe(path: Path, task: str | None = None) -> "Report":
     from ..weights.bitsandbytes_loading import asked_quantization
 
     file = read_file(path if os.path.isfile(path) else packaged.find(path.as_posix(), "recipes"))
-    recipe = load_recipe(check_recipe(file, task or task_of(file)))
+    recipe = load_recipe(check_recipe(file, task or only_task_of(file)))
     arguments, model = recipe.training, recipe.model
     trainer_class = getattr(safe_trainers, TASKS[recipe.task].trainer)
     loaded = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}

@@ -354,11 +354,11 @@ def _yaml_string(text: str) -> str:
         plain = yaml.safe_load(f"[{text}]") == [text]
     except (yaml.YAMLError, ValueError):  # ValueError: what looks like a date, and is not one
         plain = False
-    return text if plain and not _EXPONENT.fullmatch(text) else json.dumps(text)
+    return text if plain and not EXPONENT.match(text) else json.dumps(text)
 
 
-_EXPONENT = re.compile(r"[-+]?[\d_.]+e[-+]?\d+", re.IGNORECASE)
-"""A number such as 1e-5, which YAML 1.2 reads as one and YAML 1.1 as a string."""
+EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+"""Text such as 1e-5, which YAML 1.2 and recipes read as a number. YAML 1.1 needs a point and a sign."""
 
 
 def _setting_as_yaml(code: str) -> str:

@@ -314,8 +314,8 @@ def tasks_of(file: RecipeFile) -> list[str]:
     return [task for task in TASKS if known[task] == best]
 
 
-def task_of(file: RecipeFile) -> str:
-    """The task of a recipe, as `tasks_of` finds it.
+def only_task_of(file: RecipeFile) -> str:
+    """The one task of a recipe, as `tasks_of` finds it.
 
     Args:
         file: The recipe.

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..core.errors import Fix, Place, Problem, hint, nearest, write_example
+from ..core.errors import EXPONENT, Fix, Place, Problem, hint, nearest, write_example
 
 
 MAX_BYTES = 2**20
@@ -26,15 +26,14 @@ EDITORS = "yaml-language-server:"
 """The beginning of a comment that tells editors the schema of a file."""
 
 _TOO_LARGE = f"this is not a recipe: it is larger than {MAX_BYTES // 2**20} MiB"
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as a number, as YAML 1.2 does; YAML 1.1 asks for a point and for the sign of the exponent."""
+    """Reads `1e-6` as a number, as YAML 1.2 does."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
 
 
 @dataclass(frozen=True)

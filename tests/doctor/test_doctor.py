@@ -362,7 +362,7 @@ def test_processes_that_do_not_meet(monkeypatch):
     assert fix == str(Launch.LEFT_OVER)
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_a_time_limit_is_a_number_above_0(seconds, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--timeout", seconds])
