@@ -69,7 +69,7 @@ class Reporter(Feature):
         Without a report of this run, that of an earlier run in the same folder is removed.
         """
         if self.run.settings.precision_report == OFF and self.run.trainer.is_world_process_zero():
-            Path(self.run.args.output_dir, REPORT_FILE).unlink(missing_ok=True)
+            self._change(lambda path: path.unlink(missing_ok=True))
         self._products = None
         self._rest_if_confirmed()
 
@@ -153,10 +153,17 @@ class Reporter(Feature):
     def _write(self, report: Report) -> None:
         if not self.run.trainer.is_world_process_zero():
             return
-        path = Path(self.run.args.output_dir, REPORT_FILE)
-        try:
+
+        def write(path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, lambda file: file.write(to_json(report).encode()))
+
+        self._change(write)
+
+    def _change(self, change: Callable[[Path], None]) -> None:
+        """Changes the file of the report; a failure does not end the run."""
+        try:
+            change(Path(self.run.args.output_dir, REPORT_FILE))
         except OSError as error:
             logger.warning("the precision report cannot be written: %s", error)
 
