@@ -131,7 +131,6 @@ class Turn:
         temperature: The trainer's temperature, by which logits are divided.
         prompts: Token ids of each row's prompt without padding.
         lengths: Number of sampled tokens of each row, including the end of sequence.
-        recorded: Whether `generate` has recorded this turn.
         tokens: The sampled tokens, (b, T), padded after the end of each row.
         logps: Their log-probabilities in nats, (b, T) float32.
     """
@@ -139,7 +138,6 @@ class Turn:
     temperature: float
     prompts: Sequence[Sequence[int]] = ()
     lengths: Sequence[int] = ()
-    recorded: bool = False
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     logps: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
@@ -177,7 +175,6 @@ class Turn:
             self.tokens, self.logps = sequences[:, input_ids.shape[1] :], recorder.finish(sequences)
             self.prompts = unpadded(input_ids, model_kwargs.get("attention_mask"))
             self.lengths = _lengths(self.tokens, generation_config.eos_token_id)
-            self.recorded = True
             return output
 
         return generate

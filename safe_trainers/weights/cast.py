@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..core.dtypes import from_torch, to_torch
@@ -29,21 +30,18 @@ class ParameterCast:
     elements: int
 
 
-COMPILED = "_orig_mod."
-"""What `torch.compile` adds to the names of parameters."""
-
-
 def apply_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
     """Casts parameters in place, one at a time, so that at most one tensor is in memory twice.
 
     A second call casts only parameters whose dtype has changed since; PEFT, for example, upcasts adapters on loading.
-    The model may have been compiled meanwhile; parameters that it no longer has are left out.
+    The names may be those of the model before `torch.compile`; parameters that it no longer has are left out.
 
     Args:
         model: The model.
         casts: The casts.
     """
-    parameters = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    parameters = {**dict(plain.named_parameters()), **dict(model.named_parameters())}
     for cast in casts:
         parameter = parameters.get(cast.name)
         if parameter is not None and from_torch(parameter.dtype) != cast.target:

@@ -95,7 +95,6 @@ def test_what_is_recorded_is_what_a_full_forward_pass_gives(model, name, held, m
         tokens = out.sequences[:, ids.shape[1] :]
     else:
         tokens, _ = generate(model, turn, **changes)
-    assert turn.recorded
     assert torch.equal(turn.tokens, tokens)
     assert turn.logps.shape == tokens.shape
     assert turn.logps.dtype == torch.float32
@@ -226,7 +225,6 @@ def turn_of(prompts, rows, values):
         1.0,
         prompts=prompts,
         lengths=[len(row) for row in rows],
-        recorded=True,
         tokens=torch.tensor([row + [0] * (width - len(row)) for row in rows]),
         logps=torch.tensor([row + [-99.0] * (width - len(row)) for row in values]),
     )

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from safe_trainers import PrecisionError, PrecisionWarning
 from safe_trainers.policy.resolve import ModelFacts, Requested, resolve
-from safe_trainers.weights.cast import apply_casts, extra_bytes, table
+from safe_trainers.weights.cast import ParameterCast, apply_casts, extra_bytes, table
 from safe_trainers.weights.trainables import TrainableContext, decide, refuse_upcast
 
 
@@ -236,3 +236,13 @@ def test_other_methods_follow_what_is_asked():
         trainer = build("bf16", "bfloat16")
     assert {p.dtype for name, p in trainer.model.named_parameters() if "ia3" in name} == {torch.bfloat16}
     trainer.train()
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_casts_find_the_weights_of_a_compiled_model(compiled_first):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="eager")
+    names = [name for name, _ in (compiled if compiled_first else model).named_parameters()]
+    casts = [ParameterCast(name, "float32", "bfloat16", "a test", 1) for name in (*names, "gone")]
+    apply_casts(compiled, casts)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
