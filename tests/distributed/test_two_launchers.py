@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -43,7 +44,9 @@ FSDP2 = {
     },
 }  # fmt: skip
 CHANGED = """
-import os
+import faulthandler, os, pathlib, signal
+stacks = pathlib.Path(__file__).with_name(f"stacks-{os.getpid()}").open("w")
+faulthandler.register(signal.SIGUSR1, stacks)
 if "RANK" in os.environ and "SHARDED_ON_CPU" in os.environ:
     # accelerate shards on machines with accelerators only, and transformers asks a GPU whether it computes bfloat16.
     import accelerate.state
@@ -72,9 +75,15 @@ if os.environ.get("RANK") == "1" and "DIES_IN_STEP" in os.environ:
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Returns a free port that no connection takes in the seconds before a launcher listens on it.
+
+    It is below the range from which the kernel takes the ports of connections.
+    """
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
 
 
 class Written:
@@ -136,7 +145,18 @@ class Machine(Written):
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"not done after {timeout} s\n{self.printed[-3000:]}") from None
+            raise TimeoutError(f"not done after {timeout} s\n{self._state()}") from None
+
+    def _state(self):
+        """What this machine and those beside it have printed, and where their processes are."""
+        for stacks in self.folder.parent.glob("*/stacks-*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(stacks.name.removeprefix("stacks-")), signal.SIGUSR1)
+        time.sleep(2)
+        beside = self.folder.parent
+        texts = [(path, path.read_text(errors="replace")[-3000:]) for path in beside.glob("*/printed")]
+        texts += [(path, path.read_text()[:3000]) for path in beside.glob("*/stacks-*")]
+        return "\n".join(f"{path}:\n{text}" for path, text in texts if text)
 
     def end(self):
         with contextlib.suppress(ProcessLookupError):
@@ -209,11 +229,11 @@ def succeeded(machines, engine):
 
 STAND_INS = """
 scontrol() { echo 127.0.0.1; }
-srun() {  # starts the command on two "machines", each in its folder
+srun() {  # starts the command on two "machines", each in its folder, and ends both when one fails
     shift
     (cd ../0 && SLURM_NODEID=0 exec "$@" > printed 2>&1) & local first=$!
     (cd ../1 && SLURM_NODEID=1 exec "$@" > printed 2>&1) & local second=$!
-    wait $first && wait $second
+    for one in 0 1; do wait -n || { kill $first $second; return 1; }; done
 }
 export -f scontrol srun
 safe-trainers copy slurm.sbatch
