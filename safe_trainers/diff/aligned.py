@@ -162,6 +162,6 @@ def _concatenated(digests: list[Digest], rows: bool) -> Digest:
     shape[axis] = sum(sizes)
     return Digest(
         digests[0].dtype, tuple(shape), joined_hash([digest.hash for digest in digests], sizes, rows),
-        sum(digest.total for digest in digests), max(digest.largest for digest in digests),
-        sum(digest.not_finite for digest in digests), np.zeros(0, np.float32),
+        max(digest.largest for digest in digests), sum(digest.not_finite for digest in digests),
+        np.zeros(0, np.float32),
     )  # fmt: skip

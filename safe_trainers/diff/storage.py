@@ -21,7 +21,7 @@ from .digest import Digest
 
 FOLDER, MODEL = "recordings", "model.json"
 """The folder in a run's `output_dir`, and the file that describes the model."""
-VERSION = 2
+VERSION = 3
 MOST_BYTES, MOST_MODULES = 1_000_000, 1500
 """Bytes of the file of a step for each pass of the model, if at most so many of its modules are called."""
 MOST_CALLS = 8
@@ -211,8 +211,7 @@ def _events(tables: dict[str, Any], arrays: dict[str, Any]) -> Iterator[Event]:
     starts, kinds = ends - arrays["lengths"], arrays["kinds"]
     digests = [
         Digest(tables["dtypes"][kinds[i, 0]], tuple(tables["shapes"][kinds[i, 1]]), int(arrays["hashes"][i]),
-               float(arrays["stats"][i, 0]), float(arrays["stats"][i, 1]), int(arrays["stats"][i, 2]),
-               arrays["samples"][starts[i] : ends[i]])
+               float(arrays["stats"][i, 0]), int(arrays["stats"][i, 1]), arrays["samples"][starts[i] : ends[i]])
         for i in range(len(ends))
     ]  # fmt: skip
     extras = arrays["extra"].tolist()[::-1]

@@ -1,5 +1,6 @@
 """The digests of the tensors of a step. A tensor that several modules receive or return is measured once."""
 
+import functools
 import weakref
 from typing import Any
 
@@ -100,15 +101,16 @@ def sample_of_state(held: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
     return torch.cat([flat[:: max(1, -(-flat.numel() // MOST_OF_STATE))].float() for flat in flats])
 
 
+@functools.cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _fetched(values: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, list[Any]]:
-    """Reads all measured values from their devices at once: hashes (V,), stats (V, 3), samples."""
+    """Reads all measured values from their devices at once: hashes (V,), stats (V, 2), samples."""
     hashes, stats, samples = (
         np.zeros(len(values), np.int64),
-        np.zeros((len(values), 3)),
+        np.zeros((len(values), 2)),
         [np.zeros(0, np.float32)] * len(values),
     )
     waiting = []

@@ -17,7 +17,7 @@ from .storage import KINDS, PHASES, VERSION
 
 _PHASE, _KIND, _NAME, _CALL, _SLOT, _VALUE, _AUTOCAST, _TRAINING = range(8)
 """The columns of events."""
-_EVENT_BYTES, _EXTRA_BYTES, _VALUE_BYTES, _SAMPLE_BYTES = 20, 8, 42, 4
+_EVENT_BYTES, _EXTRA_BYTES, _VALUE_BYTES, _SAMPLE_BYTES = 20, 8, 34, 4
 _HALVINGS = 4
 """How often a sample is halved before events are left out."""
 _STEP, _WEIGHTS, _INSIDE = range(3)
@@ -44,7 +44,7 @@ def write_step(folder: Path, number: int, rank: int, columns: Mapping[str, Any],
         folder: The folder of the recording.
         number: The number of the step.
         rank: The number of the process.
-        columns: `events`, (E, 8) int32; `extra`, (E,) int64; `hashes`, (V,) int64; `stats`, (V, 3) float64;
+        columns: `events`, (E, 8) int32; `extra`, (E,) int64; `hashes`, (V,) int64; `stats`, (V, 2) float64;
             `kinds`, (V, 2) int32; `samples`, V arrays of float32.
         tables: The values that the numbers stand for, `settings`, `rows`, and `passes` and `modules` of `most_bytes`.
     """
