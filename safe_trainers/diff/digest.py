@@ -224,14 +224,14 @@ def measure_many(tensors: list[tuple[torch.Tensor, int]]) -> list[tuple[Any, Any
             hashes = np.add.reduceat(bits * factors, starts).tolist()
             lows, highs = np.minimum.reduceat(array, starts), np.maximum.reduceat(array, starts)
             largest = np.maximum(-lows.astype(np.float64), highs)  # both are NaN if any element is
-        sizes, counts = largest.tolist(), np.zeros(len(members))
-        for place in np.flatnonzero(~np.isfinite(largest)):
+        counts = np.zeros(len(members))
+        for place in np.flatnonzero(~np.isfinite(largest)).tolist():
             part = array[starts[place] :][: math.prod(shapes[members[place]])]
             counts[place] = part.size - np.isfinite(part).sum()
+        stats = list(zip(largest.tolist(), counts.tolist(), strict=True))
         samples = array[picked].astype(np.float32)
-        for place, (index, count) in enumerate(zip(members, counts.tolist(), strict=True)):
-            sample = samples[bounds[place] : bounds[place + 1]]
-            found[index] = hashes[place], (sizes[place], count), sample
+        for place, index in enumerate(members):
+            found[index] = hashes[place], stats[place], samples[bounds[place] : bounds[place + 1]]
     return found
 
 
