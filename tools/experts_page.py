@@ -115,9 +115,9 @@ def _families(measured: Row) -> list[str]:
             f"Each model has 4 layers of 16 or 32 experts, of which 4 are used, and was trained for "
             f"{measured['training']} steps in float32. A `SafeGRPOTrainer` samples with `generate`, with prompts of "
             f"several lengths, and scores sequences of up to {measured['tokens']} tokens: {measured['least']}, or "
-            f"as many as should have {measured['flipped']} tokens with a flip, at most {measured['most']}. *Choices* is the share "
-            "of choices that differ, *tokens* that of tokens with any. The mismatch is that of [metrics](metrics.md), "
-            "in nats; *others* is its mean over the tokens without a flip, without replay."
+            f"as many as should have {measured['flipped']} tokens with a flip, at most {measured['most']}. "
+            "*Choices* is the share of choices that differ, *tokens* that of tokens with any. The mismatch is that of "
+            "[metrics](metrics.md), in nats; *others* is its mean over the tokens without a flip, without replay."
         ),
         "",
     ]
