@@ -202,7 +202,7 @@ def compare(subject: Subject, folder: Path) -> dict[str, Any]:
 def promise(subject: Subject, folder: Path) -> dict[str, Any]:
     """Searches over all precisions, pastes the lines into a run, and compares its metric with the promise.
 
-    The run has as many steps as the promise had rounds.
+    The run has four times as many steps as the promise had rounds, so that its own standard error is half as large.
     """
     begun, cpu = time.perf_counter(), time.process_time()
     precisions = ("bf16", "fp16", "fp32") if subject.name in ALL_PRECISIONS else ("bf16",)
@@ -211,7 +211,7 @@ def promise(subject: Subject, folder: Path) -> dict[str, Any]:
     wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     forget_precision()
     settings = dict(made.settings)
-    steps = max(LEAST_STEPS, -(-made.promise.sequences // subject.sequences))
+    steps = max(LEAST_STEPS, -(-4 * made.promise.sequences // subject.sequences))
     trainer = subject.build(
         settings.pop("precision"), max_steps=steps, logging_steps=steps, learning_rate=0.0, seed=7, **settings
     )
