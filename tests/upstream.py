@@ -104,6 +104,10 @@ needs_tools = pytest.mark.skipif(
     not hasattr(transformers.PreTrainedTokenizerBase, "parse_response"),
     reason="transformers before 5 cannot parse tool calls, which TRL's tools need",
 )
+needs_images_of_turns = pytest.mark.skipif(
+    not takes(getattr(trl.GRPOTrainer, "_generate_single_turn", lambda: None), "multimodal_fields"),
+    reason="this TRL passes other arguments to the method that generates a turn",
+)
 needs_epoch_after_skip = pytest.mark.skipif(
     not takes(DataLoaderShard.__init__, "iteration"),
     reason="this accelerate loses the epoch of a dataloader when it skips batches, which changes the order",

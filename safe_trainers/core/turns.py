@@ -1,6 +1,6 @@
 """Matches the turns of a rollout, which continue some of its sequences after tool calls, to the sequences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -56,36 +56,43 @@ def match_sequences(
     completions: Sequence[Sequence[int]],
     turn_prompts: Sequence[Sequence[int]],
     sampled: Sequence[Sequence[int]],
+    distance: Callable[[int, int], float] = lambda row, index: 0.0,
 ) -> Iterator[Match]:
     """Matches each sequence to the rows of a turn that it contains: their prompt, and the most of their tokens.
 
-    Rows that are alike are taken in their order, and again only if no other one is left. A sequence may have been
-    moved, repeated or left out.
+    Of rows with the same tokens the nearest is taken; of those that are as near, the first one that no other sequence
+    has. A sequence may have been moved, repeated or left out.
 
     Args:
         prompts: Token ids of each sequence's prompt.
         completions: Token ids of each completion, including results of tools; padding after the end does not matter.
         turn_prompts: Token ids of the prompt of each row of the turn.
         sampled: Token ids that the turn sampled for each row.
+        distance: How far a row of the turn is from a sequence in what the token ids do not show, such as its images.
 
     Yields:
         The matches with at least one token.
     """
     rows: dict[tuple[int, ...], list[int]] = {}
+    ends: dict[int, set[int]] = {}  # the last tokens of the turn's prompts, by their length
     for row, prompt in enumerate(turn_prompts):
         rows.setdefault(tuple(prompt), []).append(row)
+        ends.setdefault(len(prompt), set()).update(prompt[-1:])
     used: set[int] = set()
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         sequence = (*prompt, *completion)
-        for begin, alike in rows.items():
-            start = len(begin) - len(prompt)
-            if start < 0 or sequence[: len(begin)] != begin:
+        for length, last_tokens in ends.items():
+            start = length - len(prompt)
+            if start < 0 or (length and (length > len(sequence) or sequence[length - 1] not in last_tokens)):
                 continue
-            rest = completion[start:]
-            kept, _, last = max((shared_prefix(sampled[row], rest), row not in used, -row) for row in alike)
-            if kept:
-                used.add(-last)
-                yield Match(-last, index, start, kept)
+            alike, rest = rows.get(sequence[:length], ()), completion[start:]
+            best = max(
+                ((shared_prefix(sampled[row], rest), -distance(row, index), row not in used, -row) for row in alike),
+                default=(0, 0.0, False, 0),
+            )
+            if best[0]:
+                used.add(-best[-1])
+                yield Match(-best[-1], index, start, best[0])
 
 
 def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..media.rows import images_by_row
 from .digest import hash_of, plain
 
 
@@ -65,14 +66,10 @@ def media_of(inputs: Mapping[str, Any], rows: int) -> np.ndarray[Any, Any] | Non
         inputs: The inputs of the model by name.
         rows: The number of sequences, B.
     """
-    pixels, grid = inputs.get("pixel_values"), inputs.get("image_grid_thw")
-    if not isinstance(pixels, torch.Tensor):
+    if not isinstance(inputs.get("pixel_values"), torch.Tensor):
         return np.zeros(rows, np.int64)
-    if isinstance(grid, torch.Tensor) and len(grid) == rows:
-        parts = list(pixels.split(grid.prod(-1).tolist()))
-    elif len(pixels) == rows:
-        parts = list(pixels)
-    else:
+    parts = images_by_row(inputs, rows)
+    if parts is None:
         return None
     halves = (plain(part).to(torch.bfloat16) for part in parts)  # the dtype of a rollout may be another one
     return np.array([int(hash_of(half)) for half in halves], np.int64)

@@ -10,8 +10,9 @@ Recording changes neither the sampled tokens nor the state of any random generat
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from ..core.turns import match_sequences
+from ..media.rows import image_marks
 
 
 SAMPLER_KEY = "precision_sampler_logps"
@@ -133,6 +135,7 @@ class Turn:
         lengths: Number of sampled tokens of each row, including the end of sequence.
         tokens: The sampled tokens, (b, T), padded after the end of each row.
         logps: Their log-probabilities in nats, (b, T) float32.
+        images: A number for the images of each row, see `image_marks`; `None` if there are none or it is not known.
     """
 
     temperature: float
@@ -140,6 +143,7 @@ class Turn:
     lengths: Sequence[int] = ()
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     logps: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    images: Sequence[float] | None = None
 
     def recording(self, more: Sequence[Any] = ()) -> Callable[..., Any]:
         """Returns a function for the argument `custom_generate` of `generate`, which fills this turn.
@@ -225,34 +229,39 @@ def _world_size() -> int:
     return torch.distributed.get_world_size() if distributed else 1
 
 
-def align(
-    turns: Sequence[Turn], ids: torch.Tensor, prompt_ids: torch.Tensor | None, prompt_mask: torch.Tensor | None = None
-) -> torch.Tensor | None:
+def align(turns: Sequence[Turn], batch: Mapping[str, Any]) -> torch.Tensor | None:
     """Arranges the recorded log-probabilities in the shape of the rollout batch.
 
     Each sequence gets those of the recorded rows that it begins with: the same prompt, or the same prompt and
-    completion so far in later turns after tool calls, and the same sampled tokens. A token that follows another prefix
-    was sampled from another distribution.
+    completion so far in later turns after tool calls, the same sampled tokens, and the nearest images. A token that
+    follows another prefix was sampled from another distribution.
 
     Args:
         turns: The turns of one rollout, in order.
-        ids: The batch's completions, (B, C), right-padded, including the results of tools.
-        prompt_ids: Its prompts, (B, P), left-padded; `None` if the batch does not have them.
-        prompt_mask: Their attention mask, (B, P).
+        batch: The rollout batch: `completion_ids`, (B, C), right-padded, including the results of tools; `prompt_ids`,
+            (B, P), left-padded, if it has them; `prompt_mask`, (B, P); and the images of the prompts.
 
     Returns:
         Log-probabilities in nats, (B, C) float32, NaN for tokens that were not recorded; `None` if no turn was
         recorded, or if no row of the turns belongs to this batch.
     """
+    ids, prompt_ids = batch["completion_ids"], batch.get("prompt_ids")
     if not turns or prompt_ids is None:
         return None
-    prompts, completions = unpadded(prompt_ids, prompt_mask), ids.tolist()
+    prompts, completions = unpadded(prompt_ids, batch.get("prompt_mask")), ids.tolist()
+    images = image_marks(batch, len(prompts)) if any(turn.images for turn in turns) else None
     logps = torch.full(ids.shape, torch.nan, device=ids.device)
     found = False
     for turn in turns:
         sampled = [row[:length] for row, length in zip(turn.tokens.tolist(), turn.lengths, strict=True)]
-        for match in match_sequences(prompts, completions, turn.prompts, sampled):
+        distance = partial(_distance, turn.images, images)
+        for match in match_sequences(prompts, completions, turn.prompts, sampled, distance):
             end = match.start + match.kept
             logps[match.index, match.start : end] = turn.logps[match.row, : match.kept]
             found = True
     return logps if found else None
+
+
+def _distance(sampled: Sequence[float] | None, scored: Sequence[float] | None, row: int, index: int) -> float:
+    """How far the images of a row of a turn are from those of a sequence; 0 if they are not known."""
+    return 0.0 if sampled is None or scored is None else abs(sampled[row] - scored[index])

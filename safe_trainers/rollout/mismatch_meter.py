@@ -131,7 +131,7 @@ class MismatchMeter(Feature):
         recorded = batch.get(TRL_SAMPLER_KEY) is None
         sampler = batch.get(TRL_SAMPLER_KEY)
         if recorded:
-            sampler = align(turns, batch["completion_ids"], batch.get("prompt_ids"), batch.get("prompt_mask"))
+            sampler = align(turns, batch)
         if sampler is None:
             self._log_once(self._why_absent())
         else:

@@ -263,7 +263,7 @@ class Bench:
         for number, rows in enumerate(batches):
             begun = self._clock()
             batch, turns = self._batch(names, None if tokens is None else tokens[number], rows, seed + number)
-            sampler = align(turns, batch["completion_ids"], batch.get("prompt_ids"), batch.get("prompt_mask"))
+            sampler = align(turns, batch)
             if any(key in batch for key in OLD_KEYS):
                 scored = old_logps(batch, self._probe.forwards)
             else:

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from trl.data_utils import prepare_multimodal_messages
 
 from safe_trainers import tiny
+from safe_trainers.media.rows import image_marks
 from safe_trainers.rollout import logprob_recorder as sampled
 from safe_trainers.rollout.logprob_recorder import RECORDED_MODES, Recorder, Turn, align
 from upstream import needs_peft_with_caches
@@ -232,7 +233,7 @@ def turn_of(prompts, rows, values):
 
 def arranged(turns, completions, prompts=((1,), (2,))):
     ids = torch.tensor(prompts)
-    return align(turns, completions, ids, torch.ones_like(ids))
+    return align(turns, {"completion_ids": completions, "prompt_ids": ids, "prompt_mask": torch.ones_like(ids)})
 
 
 def test_one_turn_is_as_wide_as_the_batch():
@@ -254,7 +255,7 @@ def test_nothing_recorded_and_another_batch():
     ids = torch.tensor([[5], [7]])
     assert arranged([], ids) is None
     assert arranged([turn], ids, [[3], [4]]) is None
-    assert align([turn], ids, None) is None
+    assert align([turn], {"completion_ids": ids}) is None
 
 
 def test_sequences_may_be_moved_repeated_and_left_out():
@@ -262,6 +263,26 @@ def test_sequences_may_be_moved_repeated_and_left_out():
     found = arranged([turn], torch.tensor([[5, 6], [7, 0], [5, 6], [5, 6]]), [[2], [1], [1], [1]])
     assert found[:, 0].tolist() == [-4.0, -3.0, -1.0, -1.0]
     assert found[2].tolist() == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_with_the_same_tokens_are_matched_by_their_images(packed):
+    # Without its images, the first row would be taken for the first sequence. The batch has another dtype.
+    turn = turn_of([[1], [1], [1], [1]], [[5], [5], [5], [5]], [[-1.0], [-2.0], [-3.0], [-4.0]])
+    shape = (2, 6) if packed else (3, 4, 4)  # two patches for each image
+    images = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    grid = {"image_grid_thw": torch.tensor([[1, 1, 2]] * 4)} if packed else {}
+
+    def batch(order):
+        rows = [images[index] for index in order]
+        return {"pixel_values": torch.cat(rows) if packed else torch.stack(rows), **grid}
+
+    ids = torch.ones(4, 1, dtype=torch.long)
+    rollout = {"completion_ids": 5 * ids, "prompt_ids": ids, "prompt_mask": ids, **batch([1, 1, 0, 0])}
+    rollout["pixel_values"] = rollout["pixel_values"].half()
+    assert align([turn], rollout).squeeze().tolist() == [-1.0, -2.0, -3.0, -4.0]
+    turn.images = image_marks(batch([0, 0, 1, 1]), 4)
+    assert align([turn], rollout).squeeze().tolist() == [-3.0, -4.0, -1.0, -2.0]
 
 
 def test_tokens_after_another_prefix_are_not_those_that_were_sampled():

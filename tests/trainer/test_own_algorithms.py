@@ -15,8 +15,10 @@ from safe_trainers import (
     SafeDPOConfig,
     SafeGRPOConfig,
     SafeSFTConfig,
+    tiny,
 )
 from safe_trainers.core.patches import has_replacements, replaced_by
+from upstream import needs_images_of_turns
 
 
 def sandwiched(between):
@@ -224,4 +226,29 @@ def test_own_rollouts_are_measured(between):
     trainer.train()
     log = next(entry for entry in trainer.state.log_history if "precision/logp_mismatch_mean" in entry)
     assert log["precision/logp_mismatch_mean"] < 1e-5
+    assert log["precision/unscored_frac"] == 0
+
+
+class ReversedRollouts(trl.GRPOTrainer):
+    """Generates for the rows of a batch in reversed order."""
+
+    def _generate_single_turn(self, prompt_ids, images, fields, *args, **kwargs):
+        fields = {
+            key: value.flip(0) if isinstance(value, torch.Tensor) else value[::-1] for key, value in fields.items()
+        }
+        ids, logps = super()._generate_single_turn(prompt_ids[::-1], images[::-1], fields, *args, **kwargs)
+        return ids[::-1], logps
+
+
+@needs_images_of_turns
+def test_rows_that_only_their_images_tell_apart_are_measured():
+    made = cells.arguments(
+        Cell("llava", "grpo", "fp32", None), SafeGRPOConfig, steps=1, logging_steps=1, num_generations=4,
+        per_device_train_batch_size=16, max_completion_length=2, temperature=0.05,
+    )  # fmt: skip
+    made["train_dataset"] = tiny.prompt_dataset(16, seed=0)  # one prompt, and a different image in each row
+    trainer = sandwiched(ReversedRollouts)(**made)
+    trainer.train()
+    log = next(entry for entry in trainer.state.log_history if "precision/logp_mismatch_mean" in entry)
+    assert log["precision/logp_mismatch_max"] < 1e-5
     assert log["precision/unscored_frac"] == 0
