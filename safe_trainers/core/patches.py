@@ -132,6 +132,10 @@ PATCHES: Mapping[str, Patch] = {
         "the policy model", ("generate",), BLOCK,
         "each call is to record log-probabilities, and the inputs of user code are not to be changed",
     ),
+    "watched-generate": Patch(
+        "the policy model", ("generate",), BLOCK,
+        "`generate` may encode images before it calls the model, so that hooks do not see whose images they are",
+    ),
     "cpu-packing": Patch(
         "4-bit layers of the model", ("support_avx512bf16_for_cpu",), LIFETIME,
         "bitsandbytes packs a layer in another order when it is evaluated on some CPUs, and then gives it no gradient",

@@ -4,6 +4,7 @@ The hooks exist only during recorded steps. The inputs and outputs of every call
 recorded, and the loss. What the modules inside compute is recorded for their first calls.
 """
 
+import contextlib
 import functools
 import inspect
 import json
@@ -16,7 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..model.parts import adapter_state, tensors_in
+from ..core.patches import patched
+from ..media.rows import IMAGES
+from ..model.parts import adapter_state, tensors_in, unwrap
 from . import digest, settings, storage
 from .names import canonical, parent_of, watched_modules
 from .storage import KINDS, MOST_CALLS, PHASES, Interned
@@ -66,6 +69,7 @@ class Recorder:
         self.error: Exception | None = None
         self._arguments, self._configs = settings.of_arguments(args), dict[int, Any]()
         self._handles, self._parameters, self._open = list[Any](), dict[int, list[str]](), False
+        self._patches = contextlib.ExitStack()
         self.known: dict[str, Any] | None = None
 
     # ---- Steps ----
@@ -97,6 +101,10 @@ class Recorder:
             self._stochastic[id(module)] = _is_stochastic(module)
             self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
+        base: Any = unwrap(self.model)
+        if hasattr(base, "generate"):
+            watching = functools.partial(_generate, weakref.ref(self), base.generate)
+            self._patches.enter_context(patched("watched-generate", base, generate=watching))
 
     def _clear(self) -> None:
         digest.forget_factors()
@@ -126,6 +134,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Removes the hooks and discards what was recorded of the step."""
+        self._patches.close()
         while self._handles:
             self._handles.pop().remove()
         self._open = False
@@ -316,6 +325,11 @@ class Recorder:
             for place, (number, key) in enumerate(found[0]):
                 self._event(phase, kind, name, number, slot, first + place, training=training, extra=key)
 
+    def generating(self, images: Mapping[str, Any]) -> None:
+        """Notes the images of a call of `generate`; none when it has ended."""
+        if self._open:
+            self._tokens.images = images
+
     def _phase_of_call(self, kwargs: Mapping[str, Any]) -> int:
         """The phase of a call that is not inside of another one, and of all calls in it."""
         if _in_backward():
@@ -382,6 +396,18 @@ def _module_hooks(recorder: Recorder) -> tuple[Callable[..., None], Callable[...
             found._leave(module, output)
 
     return enter, leave
+
+
+def _generate(own: "weakref.ref[Recorder]", method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls `generate`, and tells the recorder the images before."""
+    recorder = own()
+    if recorder is None:
+        return method(*args, **kwargs)
+    recorder.generating({name: kwargs[name] for name in IMAGES if name in kwargs})
+    try:
+        return method(*args, **kwargs)
+    finally:
+        recorder.generating({})
 
 
 class _GradientHook:

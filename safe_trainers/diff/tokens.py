@@ -83,11 +83,13 @@ class TokenRows:
 
     Attributes:
         chosen: Sequence, position, number and key of each chosen token.
+        images: The images of the running call of `generate`, which it may encode before it calls the model.
     """
 
     def __init__(self, modules: int) -> None:
         self._most = min(MOST_TOKENS, max(2, MOST_TOKENS * FEWER_FROM // max(1, modules)))
         self.chosen: list[tuple[int, int, int, int]] = []
+        self.images: Mapping[str, Any] = {}
         self._shape = (0, 0)
         self._numbers: dict[int, int] = {}
         self._sequences: list[list[int]] = []
@@ -108,11 +110,11 @@ class TokenRows:
         self._indices.clear()
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or (not rollout and not self._numbers):
             return
-        seeds = media_of(inputs, ids.shape[0])
+        decoding = rollout and self._is_decoding(ids, mask)
+        seeds = media_of({**self.images, **inputs} if rollout and not decoding else inputs, ids.shape[0])
         if seeds is None:
             return
         self._shape = ids.shape[0], ids.shape[1]
-        decoding = rollout and self._is_decoding(ids, mask)
         if not decoding:
             self._origins.clear()
         if not rollout:

@@ -6,6 +6,10 @@ from typing import Any
 import torch
 
 
+IMAGES = ("pixel_values", "image_grid_thw")
+"""The inputs of a model with its images, and with the number of patches of each, if they are of several sizes."""
+
+
 def images_by_row(inputs: Mapping[str, Any], rows: int) -> list[torch.Tensor] | None:
     """Returns the images of each sequence, as views of `pixel_values`.
 
@@ -16,7 +20,7 @@ def images_by_row(inputs: Mapping[str, Any], rows: int) -> list[torch.Tensor] | 
     Returns:
         B tensors; `None` if there are no images, or if it is not known which image is whose.
     """
-    pixels, grid = inputs.get("pixel_values"), inputs.get("image_grid_thw")
+    pixels, grid = map(inputs.get, IMAGES)
     if not isinstance(pixels, torch.Tensor):
         return None
     if isinstance(grid, torch.Tensor) and len(grid) == rows:

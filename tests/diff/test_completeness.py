@@ -252,6 +252,21 @@ def test_a_reference_without_adapters_is_not_the_training(tmp_path):
     assert found.compared > 20
 
 
+@pytest.mark.parametrize("family", ["llava", "aria", "qwen2_5_vl"])
+def test_sampled_tokens_of_image_prompts_are_found_in_the_training(family, tmp_path):
+    reset_accelerate()
+    made = cells.arguments(
+        Cell(family, "grpo", "fp32", None), cells.SAFE_CONFIG["grpo"], 1, output_dir=str(tmp_path), record_steps=[1]
+    )
+    made["train_dataset"] = tiny.prompt_dataset(16, seed=0)  # one prompt, and a different image in each row
+    trainer = cells.SAFE["grpo"](**made)
+    trainer.train()
+    assert "generate" not in vars(trainer.model)
+    found = compare_rollout(str(tmp_path))
+    assert found.cause is None
+    assert found.compared > 50
+
+
 def test_passes_of_other_adapters_are_a_reference(tmp_path):
     model = get_peft_model(tiny.build_model("text"), LoraConfig(target_modules=["q_proj"])).eval()
     model.add_adapter("ref", LoraConfig(target_modules=["q_proj"]))
