@@ -151,8 +151,11 @@ class TokenRows:
         Args:
             name: The module; only the model and its head return fewer tokens than there are.
             slot: Name of the tensor.
-            tensor: (B, T), (1, T) or (B, T, H); logits may be those of the last tokens only. `None` for others.
+            tensor: (B, T), (1, T) or (B, T, H); logits may be those of the last tokens only. `None` for others, as
+                are positions in several dimensions, (P, B, T), whose number differs between `generate` and training.
         """
+        if tensor.ndim == 3 and not tensor.is_floating_point():
+            return None
         if tensor.ndim not in (2, 3) or tensor.shape[0] not in (1, self._shape[0]) or tensor.shape[1] > self._shape[1]:
             return None
         if tensor.shape[1] != self._shape[1] and (tensor.ndim == 2 or (name and "head" not in name)):
