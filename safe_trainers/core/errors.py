@@ -329,7 +329,7 @@ def yaml_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(yaml_value, value)) + "]"
     if isinstance(value, float):
-        return re.sub(r"e([-+])0*", lambda match: "e" + match[1].strip("+"), str(value))  # 1e-5 for 1e-05
+        return re.sub(r"e([-+])0*", r"e\1", str(value))  # 1e-5 for 1e-05
     return _yaml_string(value) if isinstance(value, str) else str(value)
 
 
@@ -358,7 +358,7 @@ def _yaml_string(text: str) -> str:
 
 
 EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
-"""Text such as 1e-5, which YAML 1.2 and recipes read as a number. YAML 1.1 needs a point and a sign."""
+"""Text such as 1e5, which YAML 1.2 reads as a number. Recipes need a point or a sign, and YAML 1.1 both."""
 
 
 def _setting_as_yaml(code: str) -> str:

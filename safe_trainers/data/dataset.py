@@ -14,7 +14,7 @@ neither copied nor cached.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import Fix, Place, Problem, RecipeError, hint, nearest, write, write_example
 from .checks import RANGES, contradictions, no_prompt, out_of_range
 from .images import MODES, as_list, encoded_feature, finish_image, holds_images, may_hold_images, open_image
+from .messages import in_parts, with_roles, with_system
 
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-PLACEHOLDER = "<image>"
-"""The place of an image in a text; in a text without it, the images come first."""
 
 IMAGES = "images"
 IMAGE_KEYS = ("image", IMAGES)
@@ -39,6 +37,9 @@ ROLES = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "re
 
 OPENING = ("prompt", "messages", "chosen", "rejected")
 """Columns that begin a conversation and get the system prompt; the answers do not if there is a prompt."""
+
+_LOOKED_AT = 1000
+"""The first rows, in which the strings for an advice are looked for."""
 
 _FIELD = re.compile(r"\{(\{\w+\})\}|\{([A-Za-z_]\w*)\}")  # {column}; {{word}} stands for {word}, and \boxed{} is text
 
@@ -108,7 +109,7 @@ def prepare_dataset(dataset: Any, arguments: DatasetArguments, name: str, *, nee
         dataset: A `Dataset` or a streamed `IterableDataset`.
         arguments: The recipe's keys.
         name: Name of the dataset, for error messages.
-        needs_images: Whether a row without an image is an error.
+        needs_images: Whether a row without an image is an error; alone, it changes nothing in the dataset.
 
     Returns:
         The dataset with the recipe's columns; the given one if no key is set. Rows of a stream are converted as they
@@ -118,8 +119,8 @@ def prepare_dataset(dataset: Any, arguments: DatasetArguments, name: str, *, nee
         RecipeError: For columns that are missing or hold no images, for rows without an image, and if no row is left.
             Images that cannot be read are refused when they are opened: by the size filter, or with their row.
     """
-    if not (arguments.asks_for_anything or needs_images):
-        return dataset
+    if not arguments.asks_for_anything:
+        return _with_images(dataset, name) if needs_images else dataset
     plan = _plan(dataset, arguments, name, needs_images)
     return _streamed(dataset, plan) if _is_stream(dataset) else _mapped(dataset, plan)
 
@@ -180,10 +181,10 @@ class _Plan:
             value = [{"role": ROLES[ours], "content": value}]
         if not self.begins(ours) or not isinstance(value, list):
             return value
-        messages = _with_roles(ours, value)
+        messages = with_roles(ours, value)
         if count is not None:
-            messages = _in_parts(messages, count, where)
-        return _with_system(messages, self.arguments.system_prompt)
+            messages = in_parts(messages, count, where)
+        return with_system(messages, self.arguments.system_prompt)
 
     def begins(self, ours: str) -> bool:
         """Whether a column of ours begins a conversation."""
@@ -191,9 +192,8 @@ class _Plan:
 
     def check_count(self, count: int | None, where: str) -> None:
         """Refuses a row without an image if the recipe needs images."""
-        if self.needs_images and not count:
-            fix = Fix("leave such rows out with `dataset_filter`, or write `needs_images=False`")
-            raise RecipeError(Problem(f"{where} has no image", fix=fix))
+        if self.needs_images:
+            _check_images(count, where)
 
     def opened(self, value: Any, where: str) -> list["Image"]:
         """The images of a row, opened; their pixels are not read yet."""
@@ -233,6 +233,34 @@ class ImageTransform:
         return self.plan.finished(self.source[index][self.plan.images], _row(self.plan, index))
 
 
+def _check_images(count: int | None, where: str) -> None:
+    if not count:
+        fix = Fix("leave such rows out with `dataset_filter`, or write `needs_images=False`")
+        raise RecipeError(Problem(f"{where} has no image", fix=fix))
+
+
+def _with_images(dataset: Any, name: str) -> Any:
+    """The dataset, of whose rows each has an image: rows of a stream are checked as they are read."""
+    features = getattr(dataset, "features", None) or {}
+    there = dataset.column_names or _first_row(dataset, name)
+    column = next(
+        (key for key in IMAGE_KEYS if key in there and (key not in features or holds_images(features[key]))), None
+    )
+    if column is None:
+        return dataset
+    if _is_stream(dataset):
+
+        def has_image(row: Mapping[str, Any]) -> bool:
+            _check_images(len(as_list(row[column])), f"dataset {name}")
+            return True
+
+        return dataset.filter(has_image)
+    encoded = dataset.select_columns([column]).cast_column(column, encoded_feature(features[column]))
+    for index, row in enumerate(encoded):
+        _check_images(len(as_list(row[column])), f"dataset {name}, row {index}")
+    return dataset
+
+
 def _plan(dataset: Any, arguments: DatasetArguments, name: str, needs_images: bool) -> _Plan:
     """Checks that the columns that the recipe names are in the dataset."""
     there = list(dataset.column_names or _first_row(dataset, name))
@@ -260,7 +288,7 @@ def _plan(dataset: Any, arguments: DatasetArguments, name: str, needs_images: bo
     if images in features and images not in others and (others or not may_hold_images(features[images])):
         near = others[0] if others else None
         missing.append(Problem(f"column {images!r} of dataset {name} does not hold images{hint(near)}"))
-    missing += _without_effect(arguments, name, features, asked)
+    missing += _without_effect(arguments, name, dataset, asked)
     image_keys = [key for key in vars(arguments) if key.startswith("image_") and getattr(arguments, key) is not None]
     if images is None and (image_keys or needs_images) and arguments.dataset_columns:
         why = image_keys[0] if image_keys else "needs_images"
@@ -275,20 +303,28 @@ def _plan(dataset: Any, arguments: DatasetArguments, name: str, needs_images: bo
 
 
 def _without_effect(
-    arguments: DatasetArguments, name: str, features: Mapping[str, Any], asked: Mapping[str, str]
+    arguments: DatasetArguments, name: str, dataset: Any, asked: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Yields the problems of keys that would change no row, or leave out all rows, without a message."""
     if arguments.system_prompt is not None and not set(OPENING) & set(asked):
         what = f"system_prompt is for conversations, and dataset {name} has none in the columns {', '.join(asked)}"
         column = next((column for column in ("conversations", *asked) if column in asked), "COLUMN")
         yield Problem(what, fix=write_example(dataset_columns={"messages": column}))
+    features = getattr(dataset, "features", None) or {}
     for column, value in (arguments.dataset_filter or {}).items():  # type: ignore[union-attr]
         values = value if isinstance(value, list) else [value]
         strange = [one for one in values if isinstance(one, bool)]
         if strange and "string" in str(getattr(features.get(column), "dtype", "")):
             what = f"column {column!r} of dataset {name} holds strings, and YAML reads {strange[0]} as true or false"
-            quoted = [("yes" if one else "no") if isinstance(one, bool) else one for one in values]
+            found = [row[column] for row in islice(dataset.select_columns([column]), _LOOKED_AT)]
+            quoted = [_as_written(one, found) if isinstance(one, bool) else one for one in values]
             yield Problem(what, fix=write_example(dataset_filter={column: quoted}))
+
+
+def _as_written(value: bool, strings: Iterable[str | None]) -> str:
+    """The string of a column that YAML reads as a value, if it is not quoted."""
+    forms = ("yes", "true", "on") if value else ("no", "false", "off")
+    return next((string for string in strings if string is not None and string.lower() in forms), forms[0])
 
 
 def _mapped(dataset: Any, plan: _Plan) -> Any:
@@ -405,47 +441,6 @@ def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
         return str(found)
 
     return _FIELD.sub(value, template)
-
-
-def _with_roles(column: str, messages: list[Any]) -> list[Any]:
-    """Messages with `role` and `content`; TRL's trainers read `from` and `value` as these."""
-    if not any(isinstance(message, dict) and "from" in message for message in messages):
-        return messages
-    from trl import maybe_convert_to_chatml
-
-    converted: list[Any] = maybe_convert_to_chatml({column: [dict(message) for message in messages]})[column]
-    return converted
-
-
-def _in_parts(messages: list[dict[str, Any]], count: int, where: str) -> list[dict[str, Any]]:
-    """Messages whose contents are parts of text and images, as chat templates of processors read them."""
-    strings = [message["content"] for message in messages if isinstance(message.get("content"), str)]
-    marks = sum(string.count(PLACEHOLDER) for string in strings)
-    lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    placed = sum(part.get("type") == "image" for parts in lists for part in parts)
-    if marks and marks + placed != count:
-        raise RecipeError(f"{where}: the text has {marks} times {PLACEHOLDER!r}, but the row has {count} images")
-    first = None if marks or placed else next((m for m in messages if m.get("role") == "user"), None)
-
-    def content(message: dict[str, Any]) -> Any:
-        text = message.get("content")
-        if not isinstance(text, str):
-            return text
-        pieces = [""] * count + [text] if message is first else text.split(PLACEHOLDER)
-        parts: list[dict[str, str | None]] = []
-        for index, piece in enumerate(pieces):
-            parts += [{"type": "image", "text": None}] if index else []
-            parts += [{"type": "text", "text": piece}] if piece.strip() or len(pieces) == 1 else []
-        return parts
-
-    return [{**message, "content": content(message)} for message in messages]
-
-
-def _with_system(messages: list[dict[str, Any]], text: str | None) -> list[dict[str, Any]]:
-    if text is None or (messages and messages[0]["role"] == "system"):
-        return messages
-    in_parts = bool(messages) and isinstance(messages[0]["content"], list)
-    return [{"role": "system", "content": [{"type": "text", "text": text}] if in_parts else text}, *messages]
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..core.errors import EXPONENT, Fix, Place, Problem, hint, nearest, write_example
+from ..core.errors import Fix, Place, Problem, hint, nearest, write_example
 
 
 MAX_BYTES = 2**20
@@ -30,10 +30,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as a number, as YAML 1.2 does."""
+    """Reads `1e-6` and `1.5e6` as numbers, as YAML 1.2 does; without a point and a sign, `52e4193` may be a commit."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*[eE][-+]|(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?)[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
 @dataclass(frozen=True)

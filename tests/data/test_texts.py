@@ -115,6 +115,34 @@ def test_rows_without_an_image_are_refused_without_another_key(prepare):
         prepare(dataset, needs_images=True)
 
 
+def test_a_check_of_images_alone_changes_nothing(prepare):
+    rows = {"image": [encoded(picture())] * 2, "prompt": ["USER: <image> What? ASSISTANT:", "b"], "n": [1, 2]}
+    dataset = Dataset.from_dict(rows, Features(image=Image(), prompt=Value("string"), n=Value("int64")))
+    found = prepare(dataset, needs_images=True)
+    assert [(row["prompt"], row["n"]) for row in found] == list(zip(rows["prompt"], rows["n"], strict=True))
+    assert [row["image"].tobytes() for row in found] == [picture().tobytes()] * 2
+    assert prepare(dataset.remove_columns("image"), needs_images=True) == list(dataset.remove_columns("image"))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_mark_in_an_answer_is_text(times, prepare):
+    answer = " ".join(["write <image> here"] * times)
+    messages = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": answer}]
+    rows = {"messages": [messages], "image": [encoded(picture())]}
+    dataset = Dataset.from_dict(rows).cast_column("image", Image())
+    (row,) = prepare(dataset, dataset_limit=1)
+    question, reply = (message["content"] for message in row["messages"])
+    assert [part["type"] for part in question] == ["image", "text"]
+    assert [part["text"] for part in reply] == [answer]
+
+
+def test_the_advice_for_true_names_a_string_of_the_column(prepare):
+    dataset = Dataset.from_dict({"ok": ["True", "maybe"], "prompt": ["a", "b"]})
+    with pytest.raises(RecipeError, match=r'dataset_filter: \{ok: \["True"\]\}'):
+        prepare(dataset, dataset_filter={"ok": True})
+    assert prepare(dataset, dataset_filter={"ok": ["True"]}) == [{"ok": "True", "prompt": "a"}]
+
+
 def test_true_and_false_do_not_filter_strings(prepare):
     dataset = Dataset.from_dict({"ok": ["yes", "maybe"], "prompt": ["a", "b"]})
     with pytest.raises(RecipeError, match="column 'ok' of dataset of mine holds strings, and YAML reads True"):

@@ -9,6 +9,7 @@ import yaml
 from safe_trainers.core.errors import yaml_value
 from safe_trainers.recipes import env as environment
 from safe_trainers.recipes.env import ALLOWED, apply, variables
+from safe_trainers.recipes.schema import Key, convert
 from safe_trainers.recipes.yaml_file import MAX_BYTES, read_file
 
 
@@ -185,13 +186,21 @@ def test_no_variable_of_the_list_loads_code_or_moves_files():
     assert found == {"HF_HUB_DISABLE_IMPLICIT_TOKEN", "VLLM_DISABLE_COMPILE_CACHE"}
 
 
-@pytest.mark.parametrize("text", ["1e-6", "1E6", "-2e3", "+1e+2", "1.e-3", ".5e2", "1_0e2"])
+@pytest.mark.parametrize("text", ["1e-6", "1E+6", "-2e-3", "+1e+2", "1.e-3", ".5e2", "1.5e6", "1_0e+2"])
 def test_numbers_with_an_exponent_are_numbers_at_any_depth(text, written):
     read = written(f"a: {text}\nb: {{c: {text}, d: [{text}]}}\ne: '{text}'\n")
     number = float(text)
     assert read.entries["a"].value == number
     assert read.entries["b"].value == {"c": number, "d": [number]}
     assert read.entries["e"].value == text
+
+
+@pytest.mark.parametrize("text", ["52e4193", "1e5", "1E6"])
+def test_an_exponent_without_point_and_sign_is_a_string(text, written):
+    read = written(f"a: {text}\nb: {{revision: {text}, d: [{text}]}}\n")
+    assert read.entries["b"].value == {"revision": text, "d": [text]}
+    if text != "52e4193":  # not a finite number
+        assert convert(Key("learning_rate", ("number",)), read.entries["a"].value, text) == float(text)
 
 
 def test_written_values_are_read_as_the_same_values(written):
