@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ..core.patches import patched
-from ..media.rows import IMAGES
 from ..model.parts import adapter_state, tensors_in, unwrap
+from ..model.rows import IMAGES
 from . import digest, settings, storage
 from .names import canonical, parent_of, watched_modules
 from .storage import KINDS, MOST_CALLS, PHASES, Interned

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..media.rows import images_by_row
+from ..model.rows import images_by_row
 from .digest import hash_of, plain
 
 

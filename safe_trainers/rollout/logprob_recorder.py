@@ -10,7 +10,7 @@ Recording changes neither the sampled tokens nor the state of any random generat
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from ..core.turns import match_sequences
-from ..media.rows import image_marks
 
 
 SAMPLER_KEY = "precision_sampler_logps"
@@ -229,7 +228,13 @@ def _world_size() -> int:
     return torch.distributed.get_world_size() if distributed else 1
 
 
-def align(turns: Sequence[Turn], batch: Mapping[str, Any]) -> torch.Tensor | None:
+def align(
+    turns: Sequence[Turn],
+    ids: torch.Tensor,
+    prompt_ids: torch.Tensor | None,
+    prompt_mask: torch.Tensor | None = None,
+    images: Callable[[int], Sequence[float] | None] = lambda rows: None,
+) -> torch.Tensor | None:
     """Arranges the recorded log-probabilities in the shape of the rollout batch.
 
     Each sequence gets those of the recorded rows that it begins with: the same prompt, or the same prompt and
@@ -238,23 +243,24 @@ def align(turns: Sequence[Turn], batch: Mapping[str, Any]) -> torch.Tensor | Non
 
     Args:
         turns: The turns of one rollout, in order.
-        batch: The rollout batch: `completion_ids`, (B, C), right-padded, including the results of tools; `prompt_ids`,
-            (B, P), left-padded, if it has them; `prompt_mask`, (B, P); and the images of the prompts.
+        ids: The batch's completions, (B, C), right-padded, including the results of tools.
+        prompt_ids: Its prompts, (B, P), left-padded; `None` if the batch does not have them.
+        prompt_mask: Their attention mask, (B, P).
+        images: Returns a number for the images of each of B prompts, as in `Turn`.
 
     Returns:
         Log-probabilities in nats, (B, C) float32, NaN for tokens that were not recorded; `None` if no turn was
         recorded, or if no row of the turns belongs to this batch.
     """
-    ids, prompt_ids = batch["completion_ids"], batch.get("prompt_ids")
     if not turns or prompt_ids is None:
         return None
-    prompts, completions = unpadded(prompt_ids, batch.get("prompt_mask")), ids.tolist()
-    images = image_marks(batch, len(prompts)) if any(turn.images for turn in turns) else None
+    prompts, completions = unpadded(prompt_ids, prompt_mask), ids.tolist()
+    marks = images(len(prompts)) if any(turn.images for turn in turns) else None
     logps = torch.full(ids.shape, torch.nan, device=ids.device)
     found = False
     for turn in turns:
         sampled = [row[:length] for row, length in zip(turn.tokens.tolist(), turn.lengths, strict=True)]
-        distance = partial(_distance, turn.images, images)
+        distance = partial(_distance, turn.images, marks)
         for match in match_sequences(prompts, completions, turn.prompts, sampled, distance):
             end = match.start + match.kept
             logps[match.index, match.start : end] = turn.logps[match.row, : match.kept]

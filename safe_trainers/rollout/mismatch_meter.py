@@ -18,7 +18,8 @@ count its reward as 0. If one of several functions gives no reward, the completi
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..core.feature import Feature, Run
 from ..core.trl import has_rollouts
 from ..experts.routes import ExpertRoutes
+from ..model.rows import image_marks
 from ..policy.sampling import CORRECTION
 from .causes import not_rounding, samples_from_current_weights
 from .correction import OLD_KEYS, check_weights, corrects_generate, sampled_mask
-from .logprob_recorder import SAMPLER_KEY, align
+from .logprob_recorder import SAMPLER_KEY, Turn, align
 from .mismatch import (
     EPS,
     PREFIX,
@@ -131,7 +133,7 @@ class MismatchMeter(Feature):
         recorded = batch.get(TRL_SAMPLER_KEY) is None
         sampler = batch.get(TRL_SAMPLER_KEY)
         if recorded:
-            sampler = align(turns, batch)
+            sampler = recorded_logps(turns, batch)
         if sampler is None:
             self._log_once(self._why_absent())
         else:
@@ -396,6 +398,12 @@ def check_reward_weights(args: Any) -> None:
     if not all(map(math.isfinite, weights)):
         fix = ", ".join("1.0" if not math.isfinite(weight) else f"{weight!r}" for weight in weights)
         raise PrecisionError([refuse("reward-weights-not-finite", f"reward_weights={weights!r}", fix=fix)])
+
+
+def recorded_logps(turns: Sequence[Turn], batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Returns what `align` arranges for a rollout batch with `completion_ids`."""
+    prompts = batch.get("prompt_ids"), batch.get("prompt_mask")
+    return align(turns, batch["completion_ids"], *prompts, partial(image_marks, batch))
 
 
 def old_logps(batch: Mapping[str, Any], forwards: list[torch.Tensor]) -> torch.Tensor | None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..core.feature import Feature, Run
 from ..core.patches import patched
-from ..media.rows import image_marks
 from ..model.parts import unwrap
+from ..model.rows import with_marks
 from .logprob_recorder import ARGUMENT, RECORDED_MODES, Turn, recording_into, takes_recording
 
 
@@ -60,17 +60,13 @@ class TurnRecorder(Feature):
         if turns is None or temperature is None or self.why_not_recordable() is not None:
             return call()
         model: Any = unwrap(self.run.model)
-        recording = recording_into(turns, temperature, self.processors)
-        with patched(
-            "recorded-generate", model, generate=functools.partial(_generate, model.generate, turns, recording)
-        ):
+        generate = functools.partial(model.generate, **{ARGUMENT: recording_into(turns, temperature, self.processors)})
+        noted = [len(turns)]
+
+        def note(marks: Callable[[int], Any]) -> None:
+            for turn in turns[noted[0] :]:
+                turn.images = marks(len(turn.prompts))
+            noted[0] = len(turns)
+
+        with patched("recorded-generate", model, generate=with_marks(generate, note)):
             return call()
-
-
-def _generate(method: Callable[..., Any], turns: list[Turn], recording: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls `generate`, and notes which images the rows of the recorded turn have, which are inputs of this call."""
-    known = len(turns)
-    output = method(*args, **{ARGUMENT: recording, **kwargs})
-    for turn in turns[known:]:
-        turn.images = image_marks(kwargs, len(turn.prompts))
-    return output

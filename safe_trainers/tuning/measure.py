@@ -22,8 +22,8 @@ from ..core.trl import ROLLOUT_METHOD
 from ..numerics.overflow_fix import computing_in_float32
 from ..numerics.overflow_probe import OverflowProbe
 from ..rollout.correction import OLD_KEYS, sampled_mask
-from ..rollout.logprob_recorder import Turn, align
-from ..rollout.mismatch_meter import old_logps
+from ..rollout.logprob_recorder import Turn
+from ..rollout.mismatch_meter import old_logps, recorded_logps
 from ..rollout.turn_recorder import TurnRecorder
 from ..weights.fp32_modules import covers_head, find_modules
 from .figures import Figures, summarize
@@ -263,7 +263,7 @@ class Bench:
         for number, rows in enumerate(batches):
             begun = self._clock()
             batch, turns = self._batch(names, None if tokens is None else tokens[number], rows, seed + number)
-            sampler = align(turns, batch)
+            sampler = recorded_logps(turns, batch)
             if any(key in batch for key in OLD_KEYS):
                 scored = old_logps(batch, self._probe.forwards)
             else:

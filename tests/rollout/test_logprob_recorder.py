@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from trl.data_utils import prepare_multimodal_messages
 
 from safe_trainers import tiny
-from safe_trainers.media.rows import image_marks
+from safe_trainers.model.rows import image_marks
 from safe_trainers.rollout import logprob_recorder as sampled
 from safe_trainers.rollout.logprob_recorder import RECORDED_MODES, Recorder, Turn, align
 from upstream import needs_peft_with_caches
@@ -233,7 +234,7 @@ def turn_of(prompts, rows, values):
 
 def arranged(turns, completions, prompts=((1,), (2,))):
     ids = torch.tensor(prompts)
-    return align(turns, {"completion_ids": completions, "prompt_ids": ids, "prompt_mask": torch.ones_like(ids)})
+    return align(turns, completions, ids, torch.ones_like(ids))
 
 
 def test_one_turn_is_as_wide_as_the_batch():
@@ -255,7 +256,7 @@ def test_nothing_recorded_and_another_batch():
     ids = torch.tensor([[5], [7]])
     assert arranged([], ids) is None
     assert arranged([turn], ids, [[3], [4]]) is None
-    assert align([turn], {"completion_ids": ids}) is None
+    assert align([turn], ids, None) is None
 
 
 def test_sequences_may_be_moved_repeated_and_left_out():
@@ -277,12 +278,14 @@ def test_rows_with_the_same_tokens_are_matched_by_their_images(packed):
         rows = [images[index] for index in order]
         return {"pixel_values": torch.cat(rows) if packed else torch.stack(rows), **grid}
 
-    ids = torch.ones(4, 1, dtype=torch.long)
-    rollout = {"completion_ids": 5 * ids, "prompt_ids": ids, "prompt_mask": ids, **batch([1, 1, 0, 0])}
-    rollout["pixel_values"] = rollout["pixel_values"].half()
-    assert align([turn], rollout).squeeze().tolist() == [-1.0, -2.0, -3.0, -4.0]
+    def aligned():
+        ids, rollout = torch.ones(4, 1, dtype=torch.long), batch([1, 1, 0, 0])
+        rollout["pixel_values"] = rollout["pixel_values"].half()
+        return align([turn], 5 * ids, ids, ids, partial(image_marks, rollout)).squeeze().tolist()
+
+    assert aligned() == [-1.0, -2.0, -3.0, -4.0]
     turn.images = image_marks(batch([0, 0, 1, 1]), 4)
-    assert align([turn], rollout).squeeze().tolist() == [-3.0, -4.0, -1.0, -2.0]
+    assert aligned() == [-3.0, -4.0, -1.0, -2.0]
 
 
 def test_tokens_after_another_prefix_are_not_those_that_were_sampled():

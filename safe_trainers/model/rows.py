@@ -1,6 +1,6 @@
 """Divides the images of a batch among its sequences."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,3 +49,19 @@ def image_marks(inputs: Mapping[str, Any], rows: int) -> list[float] | None:
         values = image.detach().reshape(-1)
         found.append(values.float() @ torch.linspace(1.0, 2.0, len(values), device=values.device))
     return torch.stack(found).tolist()
+
+
+def with_marks(method: Callable[..., Any], note: Callable[[Callable[[int], list[float] | None]], None]) -> Any:
+    """Returns a function that calls a method, and then tells which images it got.
+
+    Args:
+        method: Takes the inputs of the model by name.
+        note: Gets a function that returns `image_marks` of the call for a number of sequences.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        note(lambda rows: image_marks(kwargs, rows))
+        return output
+
+    return call
