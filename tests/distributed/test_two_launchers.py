@@ -233,7 +233,11 @@ srun() {  # starts the command on two "machines", each in its folder, and ends b
     shift
     (cd ../0 && SLURM_NODEID=0 exec "$@" > printed 2>&1) & local first=$!
     (cd ../1 && SLURM_NODEID=1 exec "$@" > printed 2>&1) & local second=$!
-    for one in 0 1; do wait -n || { kill $first $second; return 1; }; done
+    while kill -0 $first && kill -0 $second; do sleep 0.2; done 2> /dev/null
+    local ended=$first left=$second
+    kill -0 $first 2> /dev/null && ended=$second left=$first
+    wait $ended || kill -KILL $left
+    wait $first && wait $second
 }
 export -f scontrol srun
 safe-trainers copy slurm.sbatch
