@@ -84,7 +84,7 @@ $(VLLM)/.installed: tests/real_vllm/install.sh tests/real_vllm/requirements.txt
 gpu: setup ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
 
-bench: setup ## compare time, memory and bytes of media with stock TRL, by size (half an hour)
+bench: setup ## compare time, memory and bytes of media with stock TRL, by size (two hours)
 	@$(BIN)/python benchmarks/cost.py
 
 bench-check: setup ## measure the cost again; fails if a ratio is outside the committed range
@@ -105,7 +105,7 @@ bench-metrics: setup ## train healthily and with planted faults, and record ever
 bench-tiny: setup ## run the embedded recipes and their controls: docs/tiny_task.md (15 minutes)
 	@$(BIN)/python benchmarks/tiny_task.py
 
-bench-tune: setup ## search modules in float32 for each tiny family, against fixed rules: docs/tune.md (half an hour)
+bench-tune: setup ## search modules in float32 for each tiny family, against fixed rules: docs/tune.md (two to three hours)
 	@$(BIN)/python benchmarks/tune.py
 	@$(BIN)/python tools/build_docs.py
 
@@ -138,23 +138,23 @@ bench-sampler: $(VLLM)/.installed ## measure the mismatch with the real vLLM by 
 	@$(VLLM)/bin/python benchmarks/adapter_sync.py
 
 bench-curves: $(VLLM)/.installed setup ## train under faults of precision with stock and safe trainers: docs/curves.md (40 minutes)
-	@$(VLLM)/bin/python benchmarks/curves.py
+	@$(VLLM)/bin/python benchmarks/curves.py --again
 	@$(BIN)/python tools/build_docs.py
 
 bench-half-rl: $(VLLM)/.installed setup ## train with vLLM in bf16, fp16 and fp32 at several degrees of mismatch: docs/fp16_rl.md (an hour)
-	@$(VLLM)/bin/python benchmarks/fp16_rl.py
+	@$(VLLM)/bin/python benchmarks/fp16_rl.py --again
 	@$(BIN)/python tools/build_docs.py
 
 # The longest first, for `make --jobs 2 bench-all`.
 BENCHMARKS := bench bench-experts bench-tune bench-checks bench-tiny bench-matrix bench-mismatch bench-not-finite \
 	bench-growth bench-metrics bench-diff bench-trainers
 
-bench-all: $(BENCHMARKS) ## run all benchmarks that need no vLLM, and write their pages (4 hours of one core)
+bench-all: $(BENCHMARKS) ## run all benchmarks that need no vLLM, and write their pages (6 hours of one core)
 	@$(BIN)/python tools/build_docs.py
 	@$(BIN)/python benchmarks/provenance.py
 
-every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (half an hour)
-	@$(BIN)/python benchmarks/every_family.py
+every-family: setup ## train every multimodal family of transformers, stock and safe: docs/families.md (two hours)
+	@$(BIN)/python benchmarks/every_family.py --again
 	@$(BIN)/python tools/build_docs.py
 
 evidence: setup ## write the pages of results and their figures from the committed results

@@ -332,7 +332,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"sections to measure, separated by commas, of {', '.join(SECTIONS)}")
     parser.add_argument("--check", action="store_true", help="compare with the committed results, write nothing")
-    parser.add_argument("--repetitions", type=int, default=7, help="repetitions of each comparison")
+    parser.add_argument("--repetitions", type=int, default=5, help="repetitions of each comparison")
     parser.add_argument("--process", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:

@@ -75,7 +75,7 @@ def prepared(point: Point) -> tuple[str, dict[str, Any]]:
     if "new_tokens" in point:
         changes["max_completion_length"] = point["new_tokens"]
         changes["generation_kwargs"] = {"min_new_tokens": point["new_tokens"]}
-        changes["num_generations"] = point["batch"]
+        changes["num_generations"] = point.get("generations", point["batch"])
     if weights.startswith("4-bit"):
         dtype = weights.removeprefix("4-bit ")
         changes["model_init_kwargs"] = {"dtype": str(cells.SHORT[dtype])[6:], "quantization_config": four_bits(dtype)}
@@ -118,7 +118,7 @@ def wide(hidden: int, layers: int = 4) -> str:
     config = AutoConfig.from_pretrained(source)
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = hidden, 3 * hidden, layers
     config.num_attention_heads = config.num_key_value_heads = hidden // 32
-    config.head_dim = 32
+    config.head_dim, config.max_position_embeddings = 32, 8192
     folder = Path(cells._root().name) / f"wide-{hidden}-{layers}"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)

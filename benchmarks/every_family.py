@@ -361,6 +361,7 @@ def main() -> int:
     """Measures the families that have no results, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="families to measure, separated by commas, even if they have results")
+    parser.add_argument("--again", action="store_true", help="measure families that have results too")
     options = parser.parse_args()
     import matrix_cell  # noqa: F401  (imported once, before the processes are forked)
     import torch
@@ -369,7 +370,7 @@ def main() -> int:
     torch.set_num_threads(1)
 
     heading, rows = read()
-    known = {row["family"]: row for row in rows} if heading.get("versions") == versions() else {}
+    known = {row["family"]: row for row in rows} if heading.get("versions") == versions() and not options.again else {}
     if options.only:
         names = options.only.split(",")
         known = {name: row for name, row in known.items() if name not in names}

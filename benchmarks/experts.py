@@ -44,7 +44,7 @@ PARTS = ("families", "curves", "cost")
 RESULT = Path(__file__).parent / "results" / "experts.json"
 TRAINING = 600
 """Steps after which the experts of a layer differ; after 120 they are alike, and a flip changes little."""
-ROWS, MOST_ROWS, FLIPPED = 128, 2048, 128
+ROWS, MOST_ROWS, FLIPPED = 128, 1024, 128
 """Sequences: the least and the most, and the number of tokens with a flip for which there are more than the least. The
 largest mismatch of a few such tokens is not that of many: with 32, one family had a ratio of 9.9, and once of 13."""
 TOKENS, PROMPT = 64, 16

@@ -24,28 +24,43 @@ SIDES = ("stock", "safe")
 
 
 @dataclass(frozen=True)
+class Size:
+    """The size of a model and of its completions.
+
+    Attributes:
+        hidden: Hidden size.
+        layers: Number of text layers.
+        tokens: Tokens of a completion.
+    """
+
+    hidden: int
+    layers: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Form:
     """The size of the measurements.
 
     Attributes:
         name: `"gpu"`, or `"small"`, which runs on a CPU.
-        hidden: Hidden size of the models whose steps are timed.
-        layers: Their number of text layers.
-        tokens: Tokens of a completion.
+        sizes: Sizes of the models, by section.
+        batch: Completions of a step whose time is measured, eight for each prompt.
         steps: Steps of each trainer; the first two are not counted.
         lengths: Lengths of the completions whose mismatch is measured, in tokens.
         cells: The combinations: family, task, weights, precision, kind.
-        points: What is timed: family, weights, kind, precision.
+        points: What is timed, by section: family, weights, kind, precision.
+        profiled: The points whose phases are measured, too.
     """
 
     name: str
-    hidden: int
-    layers: int
-    tokens: int
+    sizes: Mapping[str, Size]
+    batch: int
     steps: int
     lengths: tuple[int, ...]
     cells: tuple[tuple[str, str, str, str, str], ...]
-    points: tuple[tuple[str, str, str, str], ...]
+    points: Mapping[str, tuple[tuple[str, str, str, str], ...]]
+    profiled: tuple[tuple[str, str, str, str], ...]
 
     @property
     def use_cpu(self) -> bool:
@@ -68,21 +83,50 @@ _CELLS = tuple(
         ("fp16", "fp16", "4bit"),
     )
 )
-_POINTS = tuple(
-    (family, weights, kind, flag)
-    for family in ("text", "llava")
-    for weights, kind in (("fp32", "full"), ("half", "lora"), ("4-bit half", "lora"))
-    for flag in PRECISIONS
-)
+_FULL, _FLOAT, _HALF, _FOUR = ("fp32", "full"), ("fp32", "lora"), ("half", "lora"), ("4-bit half", "lora")
 FORMS = {
-    "gpu": Form("gpu", 2048, 8, 64, 6, (64, 256, 1024, 4096), _CELLS, _POINTS),
-    "small": Form(
-        "small", 64, 2, 8, 4, (16, 64),
-        (("text", "sft", "fp32", "bf16", "full"), ("text", "sft", "fp16", "fp16", "full"),
-         ("aria", "grpo", "bf16", "none", "full")),
-        (("text", "4-bit half", "lora", "fp16"), ("llava", "half", "lora", "bf16")),
+    "gpu": Form(
+        name="gpu",
+        sizes={
+            "cost": Size(2048, 4, 64),
+            "images": Size(2048, 4, 64),
+            "decode": Size(1024, 12, 64),
+            "mismatch": Size(2048, 4, 64),
+        },
+        batch=32,
+        steps=6,
+        lengths=(64, 256, 1024),
+        cells=_CELLS,
+        points={
+            "cost": (
+                *(("text", *kind, "bf16") for kind in (_FULL, _FLOAT, _HALF, _FOUR)),
+                ("text", *_FULL, "fp16"),
+                ("text", *_FOUR, "fp16"),
+            ),
+            "images": tuple(("llava", *kind, "bf16") for kind in (_HALF, _FLOAT, _FOUR, _FULL)),
+            "decode": (("text", *_HALF, "bf16"), ("llava", *_HALF, "bf16")),
+        },
+        profiled=(("text", *_FULL, "bf16"), ("text", *_HALF, "bf16"), ("llava", *_HALF, "bf16")),
     ),
-}  # fmt: skip
+    "small": Form(
+        name="small",
+        sizes=dict.fromkeys(("cost", "images", "decode", "mismatch"), Size(64, 2, 8)),
+        batch=8,
+        steps=4,
+        lengths=(16, 64),
+        cells=(
+            ("text", "sft", "fp32", "bf16", "full"),
+            ("text", "sft", "fp16", "fp16", "full"),
+            ("aria", "grpo", "bf16", "none", "full"),
+        ),
+        points={
+            "cost": (("text", *_FOUR, "fp16"),),
+            "images": (("llava", *_HALF, "bf16"),),
+            "decode": (("text", *_HALF, "bf16"),),
+        },
+        profiled=(("llava", *_HALF, "bf16"),),
+    ),
+}
 
 
 def measure_tests(form: Form) -> Iterator[dict[str, Any]]:
@@ -90,7 +134,7 @@ def measure_tests(form: Form) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-        more = ["--collect-only"] if form.use_cpu else [f"--junitxml={report}"]
+        more = ["--collect-only"] if form.use_cpu else ["-n", "8", f"--junitxml={report}"]
         run = subprocess.run(
             [*command, *more, "tests/gpu"], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False
         )
@@ -103,9 +147,9 @@ def measure_tests(form: Form) -> Iterator[dict[str, Any]]:
             raise ValueError(f"pytest wrote no results: {run.stdout[-500:]}")
         counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
         failed = [
-            f"{case.attrib['classname']}::{case.attrib['name']}"
+            f"{case.attrib['classname']}::{case.attrib['name']}: {found.attrib['message'].strip()[:300]}"
             for case in suite.iter("testcase")
-            if case.find("failure") is not None or case.find("error") is not None
+            for found in (*case.findall("failure"), *case.findall("error"))
         ]
         yield {**counts, "failed": failed}
 
@@ -159,15 +203,24 @@ def _construct(form: Form, point: Mapping[str, Any], safe: bool, **changes: Any)
     return chosen(**arguments)
 
 
-def measure_cost(form: Form) -> Iterator[dict[str, Any]]:
+def measure_cost(form: Form, section: str = "cost") -> Iterator[dict[str, Any]]:
     """Compares the time of a step and the peak of memory; steps of stock and safe take turns."""
-    for point in form.points:
-        yield {"point": list(point), **_compared(form, *point)}
+    for chosen in form.points[section]:
+        point = _point(form, section, *chosen)
+        row = {"point": list(chosen), **_compared(form, point)}
+        if chosen in form.profiled:
+            steps = cost_runs.profiled({**point, "use_cpu": form.use_cpu})
+            row["phases"] = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[0]}
+        yield row
 
 
-def _compared(form: Form, family: str, weights: str, kind: str, flag: str) -> dict[str, Any]:
+def measure_images(form: Form) -> Iterator[dict[str, Any]]:
+    """Compares time and memory of models with images."""
+    yield from measure_cost(form, "images")
+
+
+def _compared(form: Form, point: Mapping[str, Any]) -> dict[str, Any]:
     """Times and memory of stock and safe; of safe alone where stock cannot train."""
-    point = _point(form, family, weights.replace("half", flag), kind, flag)
     row: dict[str, Any] = {}
     for side in SIDES:
         try:
@@ -191,18 +244,20 @@ def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
-def _point(form: Form, family: str, weights: str, kind: str, flag: str) -> dict[str, Any]:
-    """Steps of GRPO on eight completions of each prompt."""
+def _point(form: Form, section: str, family: str, weights: str, kind: str, flag: str) -> dict[str, Any]:
+    """Steps of GRPO with eight completions of each prompt."""
+    size = form.sizes[section]
     return {
         "family": family,
         "task": "grpo",
         "kind": kind,
-        "weights": weights,
+        "weights": weights.replace("half", flag),
         "flag": flag,
-        "hidden": form.hidden,
-        "layers": form.layers,
-        "new_tokens": form.tokens,
-        "batch": 8,
+        "hidden": size.hidden,
+        "layers": size.layers,
+        "new_tokens": size.tokens,
+        "batch": form.batch,
+        "generations": 8,
         "steps": form.steps,
     }
 
@@ -246,6 +301,57 @@ def _peak(form: Form, point: Mapping[str, Any], safe: bool) -> dict[str, float]:
     return {"peak": peak, "media": float(media)}
 
 
+VARIANTS = ("stock", "safe", "compiled")
+"""The trainers whose rollouts are compared: `"compiled"` is safe with `compile_decode=True`."""
+
+
+def measure_decode(form: Form) -> Iterator[dict[str, Any]]:
+    """Measures steps of GRPO without and with a compiled forward pass in rollouts, one trainer after the other."""
+    for chosen in form.points["decode"]:
+        point = _point(form, "decode", *chosen)
+        for variant in VARIANTS:
+            yield {"point": list(chosen), "variant": variant, **_decoded(form, point, variant)}
+
+
+def _decoded(form: Form, point: Mapping[str, Any], variant: str) -> dict[str, Any]:
+    """Trains one variant; returns seconds of the second step, the median of later ones, and the mismatch."""
+    from transformers import TrainerCallback
+
+    clock, seconds = _clock(form), []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.began = clock()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            seconds.append(clock() - self.began)
+
+    changes: dict[str, Any] = {"logging_steps": 1, "compile_decode": variant == "compiled"}
+    if form.use_cpu:
+        changes["generation_kwargs"] = {"min_new_tokens": point["new_tokens"], "compile_config": _compile_on_cpu()}
+    gc.collect()
+    try:
+        trainer = _construct(form, point, variant != "stock", **changes)
+        trainer.add_callback(Clock())
+        with cost_runs.quiet():
+            trainer.train()
+    except Exception as error:  # every error is a result
+        return {"error": _line(error)}
+    name = f"precision/{METRICS[0]}"
+    found = [entry[name] for entry in trainer.state.log_history[2:] if name in entry]
+    mismatch = {"mismatch": statistics.median(found)} if found else {}
+    return {"second": seconds[1], "seconds": statistics.median(seconds[2:]), **mismatch}
+
+
+def _compile_on_cpu() -> Any:
+    """Returns a configuration with which transformers compiles on a CPU, with the kernels of eager PyTorch."""
+    from transformers.generation.configuration_utils import CompileConfig
+
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    return config
+
+
 METRICS = ("logp_mismatch_mean", "logp_mismatch_max", "seq_logratio_abs_mean", "logp_mismatch_ulp")
 
 
@@ -253,7 +359,7 @@ def measure_mismatch(form: Form) -> Iterator[dict[str, Any]]:
     """Measures the mismatch of `generate` and scoring by length and precision, in a LoRA run on a frozen base."""
     for length in form.lengths:
         for flag in PRECISIONS:
-            point = {**_point(form, "text", flag, "lora", flag), "new_tokens": length, "steps": 1}
+            point = {**_point(form, "mismatch", "text", *_HALF, flag), "new_tokens": length, "batch": 8, "steps": 1}
             trainer = _construct(form, point, safe=True)
             trainer.train()
             yield {"precision": flag, "tokens": length, **_metrics(trainer)}
@@ -284,7 +390,7 @@ def _vllm_run(form: Form, flag: str, safe: bool) -> dict[str, Any]:
     """Trains one step with vLLM, and returns TRL's mismatch in nats, or the error."""
     from vllm_runs import METRIC
 
-    point = {**_point(form, "text", "fp32", "full", flag), "steps": 1}
+    point = {**_point(form, "mismatch", "text", *_FULL, flag), "steps": 1}
     changes = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2,
                "vllm_max_model_length": 512}  # fmt: skip
     try:
@@ -315,11 +421,13 @@ def measure_skipped(form: Form) -> Iterator[dict[str, Any]]:
 
 
 SECTIONS: dict[str, tuple[Callable[[Form], Iterator[dict[str, Any]]], int]] = {
+    "tests": (measure_tests, 110),
     "matrix": (measure_matrix, 110),
     "skipped": (measure_skipped, 30),
-    "cost": (measure_cost, 200),
-    "mismatch": (measure_mismatch, 110),
+    "cost": (measure_cost, 140),
+    "images": (measure_images, 130),
+    "decode": (measure_decode, 90),
+    "mismatch": (measure_mismatch, 60),
     "vllm": (measure_vllm, 90),
-    "tests": (measure_tests, 120),
 }
 """The measurements, with the limit of each in seconds, in the order in which they run."""

@@ -6,7 +6,8 @@
 The value is put into one element in the second of four steps, or before the run for weights. Outcomes:
 
 - `stopped`: an error ends the run, or its construction.
-- `skipped`: the step is skipped and counted, a warning names it, and all trained weights are finite at the end.
+- `skipped`: the step is skipped, in fp16 by the loss scaler, and all trained weights are finite at the end. Without a
+  loss scaler, a warning names it.
 - `reported`: a warning names what is not finite, at the latest when the run ends.
 - `unharmed`: the weights at the end equal those of the run without the value, bit by bit.
 - `excluded`: the value is a reward, which TRL leaves out of the sum by design, and the weights are finite.
@@ -42,6 +43,8 @@ from safe_trainers.testing import fp16_on_cpu
 
 RESULT = Path(__file__).parent / "results" / "not_finite.jsonl"
 STEPS, SPOILED = 4, 1
+LOSS_SCALE = 256.0
+"""The first loss scale of both trainers, at which only the planted value overflows."""
 TASKS = ("sft", "grpo", "rloo", "reward")
 PRECISIONS = {"fp32": ("fp32", None), "bf16": ("fp32", "bf16"), "pure bf16": ("bf16", None), "fp16": ("fp32", "fp16")}
 VALUES = {"nan": math.nan, "inf": math.inf}
@@ -191,8 +194,26 @@ def recorded() -> Iterator[list[warnings.WarningMessage]]:
         yield caught
 
 
+class Skips(TrainerCallback):
+    """Counts the steps that the loss scaler has skipped, in the same way for both trainers: the scale falls.
+
+    `accelerator.optimizer_step_was_skipped` is false if the optimizer is fused, because the scaler calls it then.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._scaler, self._scale, self.count = accelerator.scaler, 0.0, 0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Reads the scale."""
+        self._scale = 0.0 if self._scaler is None else self._scaler.get_scale()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Counts a step."""
+        self.count += self._scaler is not None and self._scaler.get_scale() < self._scale
+
+
 def build(task: str, precision: str, safe: bool, place: str) -> Any:
-    """Builds a trainer on a tiny model."""
+    """Builds a trainer on a tiny model; in fp16 the loss scale begins so low that only the planted value overflows."""
     reset_accelerate()
     torch.manual_seed(0)
     weights, flag = PRECISIONS[precision]
@@ -200,10 +221,14 @@ def build(task: str, precision: str, safe: bool, place: str) -> Any:
     cell = Cell(family, task, weights, flag, beta=beta)
     changes = {"precision_report": "off"} if safe else {}
     if safe and flag == "fp16":
-        changes["loss_scale_init"] = 256.0
+        changes["loss_scale_init"] = LOSS_SCALE
     config = (cells.SAFE_CONFIG if safe else cells.PLAIN)[task]
     trainer_class = (cells.SAFE if safe else cells.STOCK)[task]
-    return fp16_on_cpu(trainer_class)(**cells.arguments(cell, config, steps=STEPS, **changes))
+    trainer = fp16_on_cpu(trainer_class)(**cells.arguments(cell, config, steps=STEPS, **changes))
+    scaler = trainer.accelerator.scaler
+    if scaler is not None and not safe:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": LOSS_SCALE})
+    return trainer
 
 
 def run(place: str, value: str, task: str, precision: str, safe: bool) -> dict[str, Any]:
@@ -222,6 +247,8 @@ def run(place: str, value: str, task: str, precision: str, safe: bool) -> dict[s
     with recorded() as caught:
         try:
             trainer = build(task, precision, safe, place)
+            skipped = Skips(trainer.accelerator)
+            trainer.add_callback(skipped)
             if value:
                 PLACES[place][0](trainer, VALUES[value])
             trainer.train()
@@ -229,12 +256,12 @@ def run(place: str, value: str, task: str, precision: str, safe: bool) -> dict[s
             cells.reset_autocast()
             return {"outcome": "stopped", "detail": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
     log = trainer.state.log_history
-    skips = [entry["precision/skipped_steps"] for entry in log if "precision/skipped_steps" in entry]
+    skips = [skipped.count, *(e["precision/skipped_steps"] for e in log if "precision/skipped_steps" in e)]
     finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
     said = [str(w.message) for w in caught if issubclass(w.category, PrecisionWarning)]
     ids = {found for found in ("step-skipped", *REPORTS) if any(f"[{found}]" in text for text in said)}
     outcome = "silent"
-    if finite and skips and skips[-1] > 0 and ("step-skipped" in ids or precision == "fp16"):
+    if finite and max(skips) > 0 and ("step-skipped" in ids or precision == "fp16"):
         outcome = "skipped"
     elif ids & set(REPORTS):
         outcome = "reported"

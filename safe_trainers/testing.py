@@ -25,8 +25,8 @@ from .media.caster import MediaCaster
 from .media.inputs import MediaInputs
 from .model.inventory import take_inventory
 from .model.parts import MATMUL_LEAVES, find_parts, is_quantized, unwrap
+from .model.trial_forward import DIAGNOSED
 from .numerics import loss_scale
-from .numerics.overflow_fix import DIAGNOSED
 from .trainer.mixin import PrecisionMixin
 
 
@@ -92,7 +92,7 @@ class ComputeProbe:
     """Records the dtypes in which parts of a model compute, by phase.
 
     The compute dtype is read from a layer's output: a matrix product returns autocast's dtype under autocast, and the
-    dtype of its weights without it. What is computed in float32 for a diagnosis is left out.
+    dtype of its weights without it. What is computed for a diagnosis is left out.
 
     Attributes:
         seen: Output dtypes by part (a tower's name or `"text"`) and phase (`"rollout"`, `"scoring"` or `"training"`).

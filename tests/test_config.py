@@ -44,7 +44,7 @@ def test_the_config_is_trls_with_the_precision_settings(config):
         "max_consecutive_skips", "overflow_probe_steps", "keep_frozen_casts", "media_trial", "precision_metrics",
         "sync_lost_limit", "record_steps",
         "precision_report", "profile", "adapter_sync", "rollout_correction", "old_logps", "share_media_features",
-        "router_replay",
+        "router_replay", "compile_decode",
     }  # fmt: skip
 
 

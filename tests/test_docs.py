@@ -171,7 +171,7 @@ def test_the_readme_is_short_and_shows_commands_that_work():
         "make test",
     ):
         assert part in screen
-    assert "No GPU run has been recorded" in " ".join(text.split())
+    assert "**Status, November 2026:** CPUs, and a part [on GPUs]" in " ".join(text.split())
     assert "\n...\n" not in text  # an output is shown whole, or not at all
 
 

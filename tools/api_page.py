@@ -1,5 +1,8 @@
 """Writes the page of the Python API: autodoc of every public name, in groups."""
 
+import inspect
+from typing import Any
+
 import safe_trainers
 from safe_trainers.core.tasks import TASKS
 
@@ -66,6 +69,13 @@ def api_page() -> str:
     )
 
 
+def _arguments(trainer: Any) -> str:
+    """Returns the arguments of a trainer and their defaults, without their types, which are TRL's."""
+    given = inspect.signature(trainer)
+    bare = [one.replace(annotation=one.empty) for one in given.parameters.values()]
+    return str(given.replace(parameters=bare, return_annotation=given.empty))
+
+
 def _directive(name: str) -> list[str]:
     if name in DATA:
         return [f".. py:data:: safe_trainers.{name}", "", f"   {DATA[name]}", ""]
@@ -75,5 +85,5 @@ def _directive(name: str) -> list[str]:
     if issubclass(value, Exception):
         return [f".. autoexception:: safe_trainers.{name}", ""]
     signature = "(**settings)" if name.endswith("Config") or name == "PrecisionArguments" else ""
-    signature = "(model, args=None, train_dataset=None, ...)" if name.endswith("Trainer") else signature
+    signature = _arguments(value) if name.endswith("Trainer") else signature
     return [f".. autoclass:: safe_trainers.{name}{signature}", ""]

@@ -8,6 +8,8 @@ from pathlib import Path
 import fragments
 import house
 
+from safe_trainers.trainer.mixin import PrecisionMixin
+
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -92,7 +94,17 @@ def ways_table() -> str:
     return "\n".join(["| value | files | in the order of the run |", "|---|---|---|", *rows])
 
 
-PARTS = {"packages": packages_table, "ways": ways_table}
+def features_table() -> str:
+    """The table of the features of a run, outermost first."""
+    rows = [
+        f"| `{feature.__module__.removeprefix('safe_trainers.')}.{feature.__name__}` | "
+        f"{(feature.__doc__ or '').splitlines()[0]} |"
+        for feature in PrecisionMixin.features
+    ]
+    return "\n".join(["| feature | purpose |", "|---|---|", *rows])
+
+
+PARTS = {"packages": packages_table, "features": features_table, "ways": ways_table}
 
 
 def architecture_page() -> str:

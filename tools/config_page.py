@@ -22,13 +22,14 @@ CHANGES = {
     "max_consecutive_skips": "no: only when a run stops",
     "overflow_probe_steps": "no",
     "rollout_correction": "yes: losses are weighted",
-    "old_logps": "yes: the ratio is exactly 1",
+    "old_logps": "yes, with `loss`: the ratio is exactly 1",
     "sync_lost_limit": "no: only a warning",
     "adapter_sync": "rounding of the sampler's weights",
     "media_trial": "no, unless the model needs casts to compute",
-    "share_media_features": "no with `identical`; `always` skips the measurement",
+    "share_media_features": "no with `identical`; with `always`, where a tower rounds otherwise for another batch",
     "router_replay": "yes, with `rollout`: scoring and losses use the experts of the rollout",
     "keep_frozen_casts": "no",
+    "compile_decode": "yes: other tokens may be sampled",
     "precision_metrics": "no",
     "record_steps": "no",
     "precision_report": "no",
@@ -43,7 +44,7 @@ PAGES = {
     "loss_scale_backoff_factor": "fp16", "max_consecutive_skips": "fp16", "overflow_probe_steps": "fp16",
     "rollout_correction": "rollouts", "old_logps": "rollouts", "sync_lost_limit": "vllm",
     "adapter_sync": "vllm", "media_trial": "media", "share_media_features": "media",
-    "router_replay": "experts",
+    "router_replay": "experts", "compile_decode": "rollouts",
     "keep_frozen_casts": "cost", "precision_metrics": "metrics", "precision_report": "how-it-works",
     "profile": "cost", "save_dtype": "checkpoints", "record_steps": "diff",
 }  # fmt: skip
@@ -67,6 +68,10 @@ def _accepted(name: str) -> str:
     if isinstance(accepts.values, Range):
         return f"{accepts.values}" + (", or unset" if accepts.unset else "")
     return ", ".join(f"`{value!r}`" for value in accepts.values)
+
+
+def _type(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else str(value)
 
 
 def _default(value: object) -> str:
@@ -95,7 +100,7 @@ def config_page() -> str:
     ]
     for one in fields(PrecisionSettings):
         accepted = _accepted(one.name)
-        facts = [f"Type: `{one.type}`.", f"Default: {_default(one.default)}."]
+        facts = [f"Type: `{_type(one.type)}`.", f"Default: {_default(one.default)}."]
         facts += [f"Accepts: {accepted}."] if accepted else []
         facts += [f"Changes numbers: {CHANGES[one.name]}."] if one.name in CHANGES else []
         page = PAGES.get(one.name)

@@ -45,6 +45,12 @@ def spread(value: Mapping[str, Any]) -> str:
     return f"{median(value):.3f}" + (f" ({min(ratios):.3f} to {max(ratios):.3f}{more})" if len(ratios) > 1 else "")
 
 
+def _between(ratios: list[float]) -> str:
+    """The least and the largest of some ratios, or the only one."""
+    ends = [f"{end:.2f}" for end in (min(ratios), max(ratios))]
+    return " to ".join(dict.fromkeys(ends))
+
+
 def page() -> str:
     """Returns `cost.md`: the cost in short."""
     measured = read()
@@ -56,7 +62,9 @@ def page() -> str:
         for task in ("sft", "grpo")
     }  # fmt: skip
     large = [median(list(points.values())[-1]["step"]) for points in parts["growth"].values()]
+    rolled = [median(found["step"]) for found in parts["rollouts"].values()]
     built = [found["construction"] for found in cells.values()]
+    given = [median(found["step"]) for name, found in parts["switches"].items() if name.endswith("default")]
     without = [median(found["step"]) for name, found in parts["switches"].items() if "precision_metrics" in name]
     media = [median(found["media"]) for found in cells.values() if "media" in found]
     growth = growth_page.read()
@@ -74,9 +82,12 @@ def page() -> str:
                 "whose steps take",
                 f"9 to 35 ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, "
                 f"{min(more['grpo']):.1f} to",
-                f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest sizes "
-                "measured the ratio is",
-                f"{min(large):.2f} to {max(large):.2f}. Buffered images and audio take {max(media):.1f} of the bytes.",
+                f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest size of "
+                f"each "
+                "series the ratio is",
+                f"{min(large):.2f} to {max(large):.2f}, and in the rollouts below {min(rolled):.2f} to "
+                f"{max(rolled):.2f}. "
+                f"Buffered images and audio take {max(media):.1f} of the bytes.",
                 "",
                 *figures.embed(
                     "cost.svg",
@@ -116,8 +127,8 @@ def page() -> str:
                 "",
                 "| part | share | to leave it out |",
                 "|---|---|---|",
-                f"| metrics of the rollout | most of a GRPO step's additional time; without it {min(without):.2f} to "
-                f"{max(without):.2f} | `precision_metrics=False` |",
+                f"| metrics of the rollout | GRPO steps take {_between(given)} of stock with them, and "
+                f"{_between(without)} without | `precision_metrics=False` |",
                 '| sampling under autocast | see above | `rollout_compute="stock"` |',
                 "| casts at boundaries and of media, detection of skipped steps | the rest | – |",
                 f"| construction | {min(map(median, built)):.2f} to {max(map(median, built)):.2f} of stock, about "
@@ -133,13 +144,14 @@ def page() -> str:
                 "",
                 "## How it grows",
                 "",
-                "The package's own work was measured up to 100,000 tensors and 1,000 images. Nothing grows faster "
-                "than linearly: the",
-                f"largest exponent is {steepest:.2f}. [Growth](growth.md) has each part; a model of 7 billion "
+                "The package's own work was measured up to 100,000 tensors and 1,000 images. Operations grow at "
+                "most linearly; the",
+                f"largest exponent of a measured time is {steepest:.2f}. [Growth](growth.md) has each part; a model "
+                f"of 7 billion "
                 "parameters with LoRA has",
                 "about 700 tensors.",
                 "",
-                "[All tables](cost_tables.md). GPUs were not measured.",
+                "[All tables](cost_tables.md). These are times of CPUs; [on a GPU](gpu.md) has those of GPUs.",
                 "",
                 "*Made from `benchmarks/results/cost.json` and `growth.json` by `make docs`; `make bench-check` "
                 "measures again and fails",
@@ -207,7 +219,7 @@ def _named(prefix: str, part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _limits(parts: Mapping[str, Any]) -> Iterator[str]:
     """Yields a table of targets, with the worst and the largest measurements."""
-    yield "| quantity | target | worst of the trainers below | at the largest size of each series |"
+    yield "| quantity | target | worst of the [trainers](cost_tables.md) | at the largest size of each series |"
     yield "|---|---|---|---|"
     for name, limit in LIMITS.items():
         medians = {cell: median(found[name]) for cell, found in parts["cells"].items() if name in found}

@@ -168,9 +168,13 @@ def page() -> str:
         "# Learning curves",
         "",
         "Runs of stock TRL and of safe-trainers with the same model, data, seeds and settings: TRL's plain config",
-        "is passed to both. Each curve has one fault of precision. The score is the share of held-out prompts that",
-        "the trained model answers exactly right, decoding greedily; with answers of 48 tokens, the probability of",
-        "a rewarded word after a held-out prompt.",
+        "is passed to both. Most curves have one fault of stock: of precision, of what the sampler reads or cuts "
+        "off, or a",
+        "planted NaN; `fp32 weights` has none, and `bf16 weights` one of both trainers. The score is the share of "
+        "held-out",
+        "prompts that the trained model answers exactly right, decoding greedily; with answers of 48 tokens, the",
+        "probability of a rewarded word after a held-out prompt. Runs in fp16 have a stand-in for CUDA's autocast and",
+        "scaler.",
         "",
         *figures.embed(
             "curves.svg",
@@ -196,6 +200,7 @@ def page() -> str:
         "shown*: the ranges of the seeds overlap. *Higher*: they do not. If three runs of each of two equal trainers",
         "had independent scores, their ranges would be disjoint by chance in one of ten comparisons. If more runs of",
         f"one trainer end in an error, that is the verdict. With fewer than {SEEDS} seeds of both there is none.",
+        "Verdicts are not corrected for their number: of two for each curve, one or two may be chance.",
         "",
         "## What differs",
         "",

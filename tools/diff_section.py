@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "diff_faults.json"
@@ -39,5 +40,17 @@ def section() -> str:
         for row in times
     ]
     wrong = [row for row in (*faults, *held_out) if not row["right"]]
-    lines += ["", *(f"Not right: {row['fault']} ({row['module']}, {row['cause']})." for row in wrong)]
+    lines += [
+        "",
+        *(
+            f"Not right: {row['fault']}. Found: {row['module']}, {row['cause']}. Expected: {_expected(row)}."
+            for row in wrong
+        ),
+    ]
     return "\n".join([*lines, "", f"Made by `make bench-diff`, torch {content['versions']['torch']}."])
+
+
+def _expected(row: dict[str, Any]) -> str:
+    """The module and the cause that a fault must be named with."""
+    module, cause = row["expected"]
+    return f"{'the whole model' if module.startswith('^$') else module}, {cause}"

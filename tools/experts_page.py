@@ -189,8 +189,9 @@ def _summary(rows: list[Row]) -> list[str]:
         f"{len(flipped)} of {len(rows)} families have flips, and {len(left) or 'none'} with replay. In {len(near)} of "
         f"{len(flipped)} the mean with replay is at most 1.2 times that of the tokens without a flip. The largest "
         f"mismatch falls to a tenth or less in {tenfold}; the median of the ratios is "
-        f"{statistics.median(ratios):.1f}, the smallest {min(ratios):.1f} and the largest {max(ratios):.1f}. Where it "
-        "falls little, the flips of the few tokens were not what was largest."
+        f"{statistics.median(ratios):.1f}, the smallest {min(ratios):.1f} and the largest {max(ratios):.1f}. Where "
+        f"the "
+        "ratio is small, the largest mismatch was not at a flipped token."
     )
     return _filled(text)
 

@@ -179,7 +179,9 @@ def page() -> str:
         f"  by the square of the mean weight, because AdamW ignores the scale; mean of the first {EARLY} steps.",
         "- **Verdict**: *no difference shown* (none) if the ranges of the seeds overlap, otherwise *higher*. Equal",
         f"  precisions have disjoint ranges by chance in one of 126 comparisons. It needs {SEEDS} seeds of both.",
-        "- **Seeds** are counted since three of them were known, because they differ more than precisions. All or",
+        "- **Seeds**: how many are higher was added after three seeds had been seen, so it is not an independent "
+        "test. "
+        "All or",
         "  none of five is by chance one case in 16.",
         "",
         *_settings(head),

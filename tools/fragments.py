@@ -76,7 +76,10 @@ def measured() -> str:
         lines.append(f"| {name} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} |")
     crashes = [{row["weights"], row["flag"]} for row in rows if row["stock"]["outcome"] == "crashed"]
     mixed = crashes.count({"bf16", "fp16"})
-    lines += ["", f"Two steps of tiny models. {mixed} of the {len(crashes)} crashes mix fp16 and bf16."]
+    lines += [
+        "",
+        f"Two steps of tiny models. {mixed} of the {len(crashes)} crashes mix fp16 and bf16; some train on GPUs.",
+    ]
     return "\n".join(lines)
 
 
@@ -112,7 +115,8 @@ def wrong() -> str:
             "apply the `fix` of the run's warning `mismatch-is-not-rounding`; without one, write "
             "`precision='fp16'`. "
             "[What to write](docs/metrics.md#precisionlogp_mismatch_mean).",
-            "- Anything else: `safe-trainers explain train.log`, or [by symptom](docs/troubleshooting.md).",
+            "- Anything else: `python train.py 2>&1 | tee log`, `safe-trainers explain log`, or "
+            "[by symptom](docs/troubleshooting.md).",
         ]
     )
 

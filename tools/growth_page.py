@@ -35,11 +35,12 @@ def growth_page() -> str:
     versions = ", ".join(f"{package} {number}" for package, number in measured["versions"].items())
     parts = [*measured["tensors"].values(), *measured["images"].values()]
     steepest = max(part[of]["exponent"] for part in parts for of in ("time", "memory"))
-    verdict = "Nothing grows faster than linearly" if steepest <= LINEAR else "**Not everything grows linearly**"
+    verdict = "Work grows at most linearly" if steepest <= LINEAR else "**Not everything grows linearly**"
     lines = [
         "# Growth with tensors and images",
         "",
-        f"{verdict}: the largest exponent of time or memory over size is {steepest:.2f}. Each row was measured at",
+        f"{verdict}; the largest exponent of a measured time or memory over size is {steepest:.2f}. Each row was "
+        f"measured at",
         "five sizes. *constant* and *fixed* are fitted to fixed + constant x size by relative error. *exponent* is",
         "the slope of the logarithms; it is below 1 if the fixed part is significant. Memory is the peak during the",
         "work, without the memory in use before it.",

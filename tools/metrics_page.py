@@ -88,8 +88,9 @@ def metrics_page() -> str:
     lines = [
         "# Metrics: what is normal",
         "",
-        "Each run logs `precision/...` metrics beside TRL's. `precision_metrics=False` disables them. Hand a log to",
-        "`safe-trainers explain runs/mine/log.json`: it prints each metric that is beyond its limit.",
+        "Each run logs `precision/...` metrics beside TRL's. `precision_metrics=False` disables them. Training",
+        "commands write them to `log.json`, and checkpoints have them in `trainer_state.json`. With either file,",
+        "`safe-trainers explain runs/mine/log.json` prints each metric that is beyond its limit.",
         "",
         "| metric | normal | look when | most likely | write |",
         "|---|---|---|---|---|",

@@ -89,7 +89,8 @@ def mismatch_page() -> str:
             f"| over fp16 on both sides | {' | '.join(f'{value:.2f}' for value in both)} |",
             f"| over fp16 only in the trainer | {' | '.join(f'{value:.2f}' for value in single)} |",
             "",
-            "In units of the spacing of the compute dtype, `precision/logp_mismatch_ulp`, which separates the cases:",
+            "In units of the spacing of the compute dtype, `precision/logp_mismatch_ulp`, which separates the cases "
+            "in bf16 and fp16:",
             "",
             *table("logp_mismatch_ulp", ".2f"),
             "## KL divergence",

@@ -21,11 +21,14 @@ def section() -> list[str]:
         f"{len(rows)} runs of four steps of SFT, GRPO, RLOO and reward training, in {precisions}. NaN or infinity is",
         "put into one place: one gradient, activation, reward or weight, or the state of the optimizer.",
         "",
-        "- **stopped**: an error. **skipped**: the step is skipped and counted, and all weights stay finite.",
+        "- **stopped**: an error. **skipped**: the step is skipped, in fp16 by the loss scaler, and all weights "
+        "stay finite.",
         "- **reported**: a warning names what is not finite, at the latest when the run ends.",
         "- **unharmed**: the trained weights equal those of the run without the value.",
         "- **excluded**: the reward is NaN, which TRL leaves out by design.",
-        "- **silent**: the run ends as trained.",
+        "- **silent**: the run ends without an error and without a warning of this package. Its log may have a loss "
+        "or a",
+        "  gradient norm that is not finite.",
         "",
         "| trainer | " + " | ".join(OUTCOMES) + " |",
         "|---|" + "---|" * len(OUTCOMES),

@@ -40,7 +40,8 @@ def sampler_page() -> str:
         *_summary(rows),
         "",
         "Stock TRL passes no dtype to a colocated engine, which therefore computes in the dtype of the checkpoint's",
-        "config, or in bfloat16. It does not start with 4-bit models. *Closer* is the mismatch of a bfloat16 run",
+        "config, or in bfloat16; on this CPU build it does not start with 4-bit models. Each row is one seed. "
+        "*Closer* is the mismatch of a bfloat16 run",
         "divided by that of a float16 run. Numbers in float16 have three more bits, so that 8 is expected.",
         "",
         *_outliers(rows),

@@ -36,8 +36,9 @@ def upstream_page() -> str:
     lines = [
         "# Faults upstream",
         "",
-        f"{len(found)} scripts of at most 60 lines, each of which shows one fault of the newest or of older releases",
-        "that this package works around.",
+        f"{len(found)} scripts of at most 60 lines, each of one fault of the newest or of older releases that this "
+        f"package",
+        "works around.",
         f"They import nothing of this package, so that they can be pasted into a report. {faults} of them print "
         "`FAULT` with",
         "the versions below.",

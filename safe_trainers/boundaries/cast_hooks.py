@@ -182,8 +182,11 @@ def casts_kept_on_error(model: nn.Module) -> Iterator[None]:
         for put_back in attributes:
             put_back()
         for table, items in hooks:
+            before = dict(items)
+            # Hooks that others have added stay: transformers installs its own once, and counts on them.
+            added = {key: hook for key, hook in table.items() if key not in before and _own_hook(hook) is None}
             table.clear()
-            table.update(items)
+            table.update(before | added)
         for parameter, dtype in dtypes:
             if parameter.is_floating_point() and parameter.dtype.itemsize > dtype.itemsize:
                 parameter.data = parameter.data.to(dtype)

@@ -4,7 +4,8 @@ PEFT writes only the output of a prompt encoder (P-tuning, prefixes with a proje
 kept so far, and no weight of the base that was unfrozen beside the adapters.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,67 @@ def save_trained(folder: Path, model: nn.Module, writes: bool) -> None:
         del whole  # at most one gathered tensor is in memory
     if copies:
         replace_file(folder / TRAINED, lambda file: file.write(save(copies)))
+
+
+def load_default_adapter(folder: Path, model: Any) -> None:
+    """Loads the adapter in the root of a checkpoint, if others are in folders of their own.
+
+    PEFT saves the adapter `"default"` in the root, and others, such as a reference adapter, in folders. Older
+    releases of transformers load only those in folders, if there are any.
+
+    Args:
+        folder: The checkpoint.
+        model: The model with adapters.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    if len(configs) < 2 or "default" not in configs or not (folder / WEIGHTS).is_file():
+        return
+    model.load_adapter(str(folder), "default", is_trainable="default" in model.active_adapters)
+
+
+def load_named_adapters(folder: Path, model: Any) -> bool:
+    """Loads the adapters in folders of a checkpoint whose root has none, as there is no `"default"`.
+
+    Args:
+        folder: The checkpoint.
+        model: The model, with adapters or without.
+
+    Returns:
+        Whether any was loaded.
+    """
+    names = [name for name in getattr(model, "peft_config", None) or {} if (folder / name / WEIGHTS).is_file()]
+    if (folder / WEIGHTS).is_file() or not names:
+        return False
+    for name in names:
+        model.load_adapter(str(folder / name), name, is_trainable=name in model.active_adapters)
+    return True
+
+
+@contextlib.contextmanager
+def adapters_kept_active(model: Any) -> Iterator[None]:
+    """Keeps which adapters are active, and which weights are trained, while a block loads adapters.
+
+    Loading activates one adapter, and makes all its weights trainable or none.
+
+    Args:
+        model: The model, with adapters or without.
+    """
+    if not getattr(model, "peft_config", None) or not hasattr(model, "active_adapters"):
+        yield
+        return
+    own, active = vars(model).get("active_adapter"), list(model.active_adapters)
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        if list(model.active_adapters) != active:
+            # PEFT's wrapper activates one adapter, its tuner also several.
+            model.set_adapter(active[0]) if len(active) == 1 else model.base_model.set_adapter(active)
+        if own is not None:
+            model.active_adapter = own
+        for parameter, requires_grad in trained:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
 
 
 def load_trained(folder: Path, model: nn.Module) -> list[str]:

@@ -23,8 +23,11 @@ from ..model.parts import adapter_parameters, local_shard
 from ..weights.cast import apply_casts
 from ..weights.trainables import another_base
 from .adapters import (
+    adapters_kept_active,
     forget_ranks,
     holds_all_trained,
+    load_default_adapter,
+    load_named_adapters,
     load_trained,
     misfit,
     not_written_by_peft,
@@ -329,12 +332,21 @@ class ExactCheckpoints:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if not self._loads_itself(Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            with adapters_kept_active(self.model):
+                super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+                if not (self._has_deepspeed() or getattr(self, "is_fsdp_enabled", False)):
+                    load_default_adapter(Path(resume_from_checkpoint), self.model)
         self._adapters_loaded(str(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        if not self._loads_itself(Path(self.state.best_model_checkpoint)):
-            super()._load_best_model()  # type: ignore[misc]
+        folder = Path(self.state.best_model_checkpoint)
+        if not self._loads_itself(folder):
+            sharded = self._has_deepspeed() or getattr(self, "is_fsdp_enabled", False)
+            with adapters_kept_active(self.model):
+                if sharded or not load_named_adapters(folder, self.model):
+                    super()._load_best_model()  # type: ignore[misc]
+                    if not sharded:
+                        load_default_adapter(folder, self.model)
         self._adapters_loaded(str(self.state.best_model_checkpoint))
 
     def _loads_itself(self, checkpoint: Path) -> bool:

@@ -163,7 +163,8 @@ def tune(
         min_ess: The smallest effective sample size of sequences, as a share.
         max_bytes: The most bytes of weights beyond those of half precision.
         max_time: The longest time of a rollout with its scoring, as a factor of that without a module in float32.
-        sequences: Number of prompts of the search. Selection and promise use further ones, up to 20 times as many.
+        sequences: Number of prompts of the search. Selection and promise use further ones, 4 times and up to 64 times
+            as many.
         max_tokens: The most tokens of a completion; by default those of the recipe, at most 128.
         time_limit: Seconds after which the search ends with the best set so far.
         json: A file for the result and all measurements; with an existing one the search resumes.
@@ -176,9 +177,10 @@ def tune(
         RecipeError: If the target has no rollouts, does not build, or does not fit into memory.
         PrecisionError: If no precision can be trained in.
     """
+    from ..tuning.plan import Plan
     from ..tuning.search import Goal
     from ..tuning.store import Store
-    from ..tuning.tune import Plan, tune_trainer
+    from ..tuning.tune import tune_trainer
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("tune runs in one process. Run it without a launcher")

@@ -97,7 +97,7 @@ class ModelTarget:
     def __init__(self, name: str, length: int, sequences: int, scratch: Path) -> None:
         from ..data.columns import EMBEDDED_MODELS, embedded_name
         from ..tiny import FAMILIES
-        from ..tuning.tune import rows_for
+        from ..tuning.plan import rows_for
 
         self._name, self._length, self._scratch, self._rows = name, length, scratch, rows_for(sequences, BATCH)
         self._family = embedded_name(name)

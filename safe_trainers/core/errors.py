@@ -21,6 +21,7 @@ import difflib
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -35,6 +36,8 @@ Level: TypeAlias = Literal["ok", "note", "warning", "error"]
 Syntax: TypeAlias = Literal["python", "yaml", "options"]
 """How settings are written: in Python, in a recipe, or on the command line."""
 
+_LIBRARIES = ("safe_trainers", "trl", "transformers", "accelerate", "torch", "contextlib", "functools")
+"""Packages whose lines a warning never points to."""
 _CODE_SPAN = re.compile(r"`([^`]+)`")
 
 
@@ -415,3 +418,11 @@ def hint(match: str | None, prefix: str = "") -> str:
         prefix: Text in front of the spelling.
     """
     return f"; did you mean {prefix + match!r}?" if match else ""
+
+
+def level_of_user() -> int:
+    """Returns the `stacklevel` for the caller's `warnings.warn` that points to the first line outside of libraries."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,19 +1,19 @@
 """A run consists of features, each one capability with hooks that do nothing by default, which share one `Run`.
 
-`PrecisionMixin.features` lists the features of a trainer, outermost first. The around-hooks are middleware: a feature
-receives the rest of the chain as `call`, and may run it, run it again, or raise an error instead.
+`PrecisionMixin.features` lists those of a trainer, outermost first. The around-hooks are middleware: each receives the
+rest of the chain as `call`, and may run it, run it again, or raise an error.
 """
 
-import sys
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from . import phase_clock
 from .coverage import SafetyContract
-from .errors import PrecisionWarning, Problem
+from .errors import PrecisionWarning, Problem, level_of_user
 from .phase_clock import PhaseClock
 
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..weights.prepare import PreparedWeights
 
 _FeatureT = TypeVar("_FeatureT", bound="Feature")
-_LIBRARIES = ("safe_trainers", "trl", "transformers", "accelerate", "torch", "contextlib", "functools")
-"""Packages whose lines a warning never points to."""
 _PHASES = {
     "around_batch": phase_clock.BATCH,
     "around_rollout": phase_clock.ROLLOUT,
@@ -47,10 +45,12 @@ class Feature:
 
     Attributes:
         name: Key of the feature's state in checkpoints; features without state need none.
+        about_weights: Attributes with what was found out about the model's weights, and what makes empty ones.
         run: The run.
     """
 
     name: ClassVar[str] = ""
+    about_weights: ClassVar[Mapping[str, Callable[[], Any]]] = {}
 
     def __init__(self, run: "Run") -> None:
         self.run = run
@@ -69,14 +69,11 @@ class Feature:
         return ()
 
     def engine_kwargs(self, module: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Changes the keyword arguments of a vLLM engine that TRL builds.
+        """Returns the keyword arguments to use for a vLLM engine that TRL builds.
 
         Args:
             module: Name of the module that builds the engine.
             arguments: TRL's keyword arguments.
-
-        Returns:
-            The keyword arguments to use.
         """
         return arguments
 
@@ -354,10 +351,7 @@ class Run:
         """Returns the run's feature of a class.
 
         Args:
-            kind: The class of the feature, or a base class.
-
-        Raises:
-            KeyError: If the trainer has no such feature.
+            kind: The class of the feature, or a base class. Another class raises `KeyError`.
         """
         for feature in self.features:
             if isinstance(feature, kind):
@@ -385,7 +379,7 @@ class Run:
         """
         key = key or problem.id or problem.what
         if key not in self._warned and self.is_main:
-            warnings.warn(str(problem), PrecisionWarning, stacklevel=_level_of_user())
+            warnings.warn(str(problem), PrecisionWarning, stacklevel=level_of_user())
         self._warned.add(key)
 
     def note(self, problem: Problem) -> None:
@@ -444,7 +438,7 @@ class Run:
             self.in_phase(phase_clock.FEATURES, getattr(feature, hook), *args)
 
     def through(self, hook: str, value: Any) -> Any:
-        """Passes a value through a hook of all features, outermost first, and returns the last result.
+        """Passes a value through a hook of all features, outermost first; returns the last result.
 
         Args:
             hook: Name of the hook, which takes and returns the value.
@@ -465,6 +459,18 @@ class Run:
         for feature in self.having("on_log"):
             added |= self.in_phase(phase_clock.FEATURES, feature.on_log, {**logs, **added}, mode)
         return added
+
+    @contextlib.contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Lets the features forget what they know of the model's weights, which are others while the block runs."""
+        kept = [(vars(f), {name: getattr(f, name) for name in f.about_weights}) for f in self.features]
+        try:
+            for feature in self.features:
+                vars(feature).update({name: empty() for name, empty in feature.about_weights.items()})
+            yield
+        finally:
+            for attributes, found in kept:
+                attributes.update(found)
 
     def wake(self) -> None:
         """Returns all features to the hooks that they were left out of."""
@@ -490,11 +496,3 @@ class Run:
             found = (f for f in self.features if getattr(type(f), hook) is not getattr(Feature, hook))
             self._by_hook[hook] = tuple(found)
         return self._by_hook[hook]
-
-
-def _level_of_user() -> int:
-    """Returns the `stacklevel` for the caller's `warnings.warn` that points to the first line outside of libraries."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -47,6 +47,12 @@ WARNINGS = index(
         "{fix}",
     ),
     Finding(
+        "decode-not-compiled",
+        "transformers does not compile `generate` for this model, its quantisation, or the device ({device}), and a "
+        "static cache is slower without compilation.",
+        "drop `compile_decode=True`",
+    ),
+    Finding(
         "fp16-on-cpu",
         "accelerate has neither autocast nor a loss scaler for fp16 on this device, and does not report it: the run "
         "computes in the dtype of its weights, {weights}.",

@@ -89,6 +89,10 @@ PATCHES: Mapping[str, Patch] = {
         "the engine's model", ("load_weights",), LIFETIME,
         "the weights of SigLIP and CLIP towers have other names in transformers 5 than in vLLM",
     ),
+    "input-gradients": Patch(
+        "the policy model", ("enable_input_require_grads",), LIFETIME,
+        "TRL enables gradient checkpointing again after each rollout, and transformers adds hooks to those of before",
+    ),
     "redirected-loss": Patch(
         "the trainer", ("_forward_redirection",), LIFETIME,
         "TRL redirects a loss through the model by replacing the forward pass that accelerate runs under autocast",
@@ -103,7 +107,7 @@ PATCHES: Mapping[str, Patch] = {
     ),
     "cast-of-all": Patch(
         "modules of the model", ("_apply",), BLOCK,
-        "continuous batching casts the model in place; some buffers and modules must not be cast",
+        "continuous batching and evaluations cast the model in place; some buffers and modules must not be cast",
     ),
     "float32-module": Patch(
         "modules in fp32_modules", ("forward", "_old_forward"), LIFETIME,
@@ -127,6 +131,10 @@ PATCHES: Mapping[str, Patch] = {
     "cache-dtype": Patch(
         "the key-value cache of `generate`", ("update",), BLOCK,
         "keys and values have two dtypes under autocast, and one is stored and cast again; a cache has no hooks",
+    ),
+    "compiled-generate": Patch(
+        "the policy model", ("generate",), BLOCK,
+        "some releases of TRL pass `disable_compile` to each call, which wins over the generation config",
     ),
     "recorded-generate": Patch(
         "the policy model", ("generate",), BLOCK,

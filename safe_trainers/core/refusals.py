@@ -1,7 +1,8 @@
 """Every refusal of this package.
 
-A refusal is correct only if stock TRL would crash, or would train something other than what was requested. A run that
-stock TRL trains correctly must not be refused.
+A refusal is correct only if stock TRL would crash, would train something other than what was requested, or would
+emulate bfloat16 many times more slowly, or if two settings contradict each other. Another run that stock TRL trains
+correctly must not be refused.
 """
 
 from .messages import Finding, index
@@ -355,6 +356,11 @@ REFUSALS = index(
         "routes-not-reached",
         "the experts that the sampler chooses cannot be used in scoring and losses: {reason}.",
         "`router_replay='off'`",
+    ),
+    Finding(
+        "decode-cannot-be-compiled",
+        "the forward pass of `generate` cannot be compiled: {reason}.",
+        "drop `compile_decode=True`",
     ),
     Finding(
         "routes-not-recorded",

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ OPENING = ("prompt", "messages", "chosen", "rejected")
 """Columns that begin a conversation and get the system prompt; the answers do not if there is a prompt."""
 
 _LOOKED_AT = 1000
-"""The first rows, in which the strings for an advice are looked for."""
+"""The first rows of a stream, in which the strings for an advice are looked for."""
 
 _FIELD = re.compile(r"\{(\{\w+\})\}|\{([A-Za-z_]\w*)\}")  # {column}; {{word}} stands for {word}, and \boxed{} is text
 
@@ -51,8 +52,8 @@ class DatasetArguments:
     Attributes:
         dataset_columns: `{ours: theirs}`: the columns that the run needs, and their names in the dataset; all others
             are left out. Text in `prompt`, `completion`, `chosen` and `rejected` becomes a conversation; `image` or
-            `images` holds an image or a list of images. Unset: all columns; text stays text unless the dataset has
-            images, or `prompt_template` or `system_prompt` is set.
+            `images` holds an image or a list of images. Unset: all columns, converted as these if `prompt_template`
+            or `system_prompt` is set, or a key that changes images.
         dataset_filter: `{column: value}` or `{column: [value, ...]}`: rows with other values are left out.
         dataset_limit: The number of rows to use, from the first that the filters keep.
         system_prompt: The system message of each conversation that has none.
@@ -109,18 +110,18 @@ def prepare_dataset(dataset: Any, arguments: DatasetArguments, name: str, *, nee
         dataset: A `Dataset` or a streamed `IterableDataset`.
         arguments: The recipe's keys.
         name: Name of the dataset, for error messages.
-        needs_images: Whether a row without an image is an error; alone, it changes nothing in the dataset.
+        needs_images: Whether a row without an image is an error.
 
     Returns:
-        The dataset with the recipe's columns; the given one if no key is set. Rows of a stream are converted as they
-        are read.
+        The dataset with the recipe's columns. Keys that only choose rows, and `needs_images`, change nothing in them:
+        the given dataset is returned if all of its rows are kept. Rows of a stream are read when they are needed.
 
     Raises:
         RecipeError: For columns that are missing or hold no images, for rows without an image, and if no row is left.
             Images that cannot be read are refused when they are opened: by the size filter, or with their row.
     """
-    if not arguments.asks_for_anything:
-        return _with_images(dataset, name) if needs_images else dataset
+    if not (arguments.asks_for_anything or needs_images):
+        return dataset
     plan = _plan(dataset, arguments, name, needs_images)
     return _streamed(dataset, plan) if _is_stream(dataset) else _mapped(dataset, plan)
 
@@ -144,28 +145,45 @@ class _Plan:
     needs_images: bool
 
     @property
-    def converses(self) -> bool:
-        """Whether text becomes a conversation; a limit or a filter alone changes no text."""
+    def changes_rows(self) -> bool:
+        """Whether rows are converted; keys that only choose rows leave them as they are."""
         keys = self.arguments
-        asked = (keys.dataset_columns, keys.prompt_template, keys.system_prompt, self.images)
+        asked: list[Any] = [keys.dataset_columns, keys.prompt_template, keys.system_prompt]
+        if self.images is not None:
+            asked += [keys.image_min_pixels, keys.image_max_pixels, keys.image_resize, keys.image_mode]
         return any(value is not None for value in asked)
 
+    @property
+    def looks_at_images(self) -> bool:
+        """Whether a row is kept or refused by its images."""
+        sizes = self.arguments.image_min_size, self.arguments.image_max_size
+        return self.images is not None and (self.needs_images or sizes != (None, None))
+
     def keeps(self, row: Mapping[str, Any], where: str) -> bool:
-        """Whether the filters keep a row; its images are opened only if a size is asked for."""
+        """Whether the filters keep a row; its images are opened only if a size is asked for.
+
+        Raises:
+            RecipeError: If it is kept and has no image, but needs one.
+        """
         wanted: Mapping[str, Any] = self.arguments.dataset_filter or {}  # type: ignore[assignment]
         for column, values in wanted.items():
             if row[column] not in (values if isinstance(values, list) else [values]):
                 return False
-        least, most = self.arguments.image_min_size or 1, self.arguments.image_max_size
-        if self.images is None or (self.arguments.image_min_size is None and most is None):
+        if not self.looks_at_images:
             return True
-        sizes = [image.size for image in self.opened(row[self.images], where)]
-        return all(least <= min(size) and (most is None or max(size) <= most) for size in sizes)
+        value = row[self.images]  # type: ignore[index]
+        if self.needs_images and not as_list(value):
+            fix = Fix("leave such rows out with `dataset_filter`, or write `needs_images=False`")
+            raise RecipeError(Problem(f"{where} has no image", fix=fix))
+        least, most = self.arguments.image_min_size, self.arguments.image_max_size
+        if least is None and most is None:
+            return True
+        sizes = [image.size for image in self.opened(value, where)]
+        return all((least or 1) <= min(size) and (most is None or max(size) <= most) for size in sizes)
 
     def strings(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Our columns of a row, without its images."""
         count = len(as_list(row[self.images])) if self.images is not None else None
-        self.check_count(count, where)
         return {ours: self._text(ours, theirs, row, count, where) for ours, theirs in self.columns.items()}
 
     def _text(self, ours: str, theirs: str, row: Mapping[str, Any], count: int | None, where: str) -> Any:
@@ -173,8 +191,6 @@ class _Plan:
         if ours == "prompt" and self.arguments.prompt_template is not None:
             given = {**row, **{o: row[t] for o, t in self.columns.items()}}
             value = _fill(self.arguments.prompt_template, given, where)
-        if not self.converses:
-            return value
         if ours in ROLES and value is None:
             raise RecipeError(f"{where}: column {theirs!r}, which is the {ours}, is empty")
         if ours in ROLES and isinstance(value, str):
@@ -190,18 +206,12 @@ class _Plan:
         """Whether a column of ours begins a conversation."""
         return ours in OPENING and (ours in ("prompt", "messages") or "prompt" not in self.columns)
 
-    def check_count(self, count: int | None, where: str) -> None:
-        """Refuses a row without an image if the recipe needs images."""
-        if self.needs_images:
-            _check_images(count, where)
-
     def opened(self, value: Any, where: str) -> list["Image"]:
         """The images of a row, opened; their pixels are not read yet."""
         return [open_image(image, f"{where}: column {self.images!r}") for image in as_list(value)]
 
     def finished(self, value: Any, where: str) -> list["Image"]:
         """The images of a row, converted and resized."""
-        self.check_count(len(as_list(value)), where)
         where = f"{where}: column {self.images!r}"
         return [finish_image(open_image(one, where), self.arguments, where) for one in as_list(value)]
 
@@ -231,34 +241,6 @@ class ImageTransform:
 
     def _row(self, index: int) -> list["Image"]:
         return self.plan.finished(self.source[index][self.plan.images], _row(self.plan, index))
-
-
-def _check_images(count: int | None, where: str) -> None:
-    if not count:
-        fix = Fix("leave such rows out with `dataset_filter`, or write `needs_images=False`")
-        raise RecipeError(Problem(f"{where} has no image", fix=fix))
-
-
-def _with_images(dataset: Any, name: str) -> Any:
-    """The dataset, of whose rows each has an image: rows of a stream are checked as they are read."""
-    features = getattr(dataset, "features", None) or {}
-    there = dataset.column_names or _first_row(dataset, name)
-    column = next(
-        (key for key in IMAGE_KEYS if key in there and (key not in features or holds_images(features[key]))), None
-    )
-    if column is None:
-        return dataset
-    if _is_stream(dataset):
-
-        def has_image(row: Mapping[str, Any]) -> bool:
-            _check_images(len(as_list(row[column])), f"dataset {name}")
-            return True
-
-        return dataset.filter(has_image)
-    encoded = dataset.select_columns([column]).cast_column(column, encoded_feature(features[column]))
-    for index, row in enumerate(encoded):
-        _check_images(len(as_list(row[column])), f"dataset {name}, row {index}")
-    return dataset
 
 
 def _plan(dataset: Any, arguments: DatasetArguments, name: str, needs_images: bool) -> _Plan:
@@ -312,30 +294,55 @@ def _without_effect(
         yield Problem(what, fix=write_example(dataset_columns={"messages": column}))
     features = getattr(dataset, "features", None) or {}
     for column, value in (arguments.dataset_filter or {}).items():  # type: ignore[union-attr]
+        if "string" not in str(getattr(features.get(column), "dtype", "")):
+            continue
         values = value if isinstance(value, list) else [value]
-        strange = [one for one in values if isinstance(one, bool)]
-        if strange and "string" in str(getattr(features.get(column), "dtype", "")):
-            what = f"column {column!r} of dataset {name} holds strings, and YAML reads {strange[0]} as true or false"
-            found = [row[column] for row in islice(dataset.select_columns([column]), _LOOKED_AT)]
-            quoted = [_as_written(one, found) if isinstance(one, bool) else one for one in values]
+        strange = [one for one in values if isinstance(one, (bool, int, float, date))]
+        if strange:
+            kind = "true or false" if isinstance(strange[0], bool) else "a number or a date"
+            what = f"column {column!r} of dataset {name} holds strings, and YAML reads {strange[0]} as {kind}"
+            quoted = _as_written(values, _strings(dataset, column))
             yield Problem(what, fix=write_example(dataset_filter={column: quoted}))
 
 
-def _as_written(value: bool, strings: Iterable[str | None]) -> str:
-    """The string of a column that YAML reads as a value, if it is not quoted."""
-    forms = ("yes", "true", "on") if value else ("no", "false", "off")
-    return next((string for string in strings if string is not None and string.lower() in forms), forms[0])
+def _strings(dataset: Any, column: str) -> list[str]:
+    """The different strings of a column; of a stream, those of its first rows."""
+    if _is_stream(dataset):
+        found = [row[column] for row in islice(dataset.select_columns([column]), _LOOKED_AT)]
+    else:
+        found = dataset.unique(column)
+    return list(dict.fromkeys(string for string in found if string is not None))
+
+
+def _as_written(values: Iterable[Any], strings: list[str]) -> list[Any]:
+    """The values of a filter as strings of its column; some string of the column if it has none of them."""
+    meant = [one if one is None else next((s for s in strings if _means(s, one)), str(one)) for one in values]
+    return meant if set(meant) & {None, *strings} else strings[:1] or meant
+
+
+def _means(string: str, value: Any) -> bool:
+    """Whether YAML reads a string without quotes as a value."""
+    if isinstance(value, bool):
+        return string.lower() in (("yes", "true", "on") if value else ("no", "false", "off"))
+    if isinstance(value, (int, float)):
+        try:
+            return float(string.replace("_", "")) == value
+        except ValueError:
+            return False
+    return string == str(value)
 
 
 def _mapped(dataset: Any, plan: _Plan) -> Any:
     """The dataset with our columns; images stay encoded until their row is read."""
     from datasets import Dataset
 
-    column = plan.images
+    column = plan.images if plan.changes_rows or plan.looks_at_images else None
     source = dataset.cast_column(column, encoded_feature(dataset.features[column])) if column else dataset
     kept = _kept(source, plan)
     if not kept:
         raise RecipeError(_nothing_left(plan))
+    if not plan.changes_rows:
+        return dataset if len(kept) == len(dataset) else dataset.select(kept)
     if column:
         plan.opened(source[kept[0]][column], _row(plan, kept[0]))  # so that a wrong column is found now
     chosen = source.select(kept)
@@ -359,8 +366,7 @@ def _mapped(dataset: Any, plan: _Plan) -> Any:
 def _kept(dataset: Any, plan: _Plan) -> Sequence[int]:
     """The positions of the rows that the filters keep."""
     looked_at = list(plan.arguments.dataset_filter or {})
-    sizes = plan.arguments.image_min_size, plan.arguments.image_max_size
-    looked_at += [plan.images] if plan.images is not None and any(sizes) else []
+    looked_at += [plan.images] if plan.images is not None and plan.looks_at_images else []
     limit = plan.arguments.dataset_limit or len(dataset)
     if not looked_at:
         return range(min(limit, len(dataset)))
@@ -378,12 +384,12 @@ def _strings_change(dataset: Any, plan: _Plan) -> bool:
         return True
     text = {ours for ours, theirs in plan.columns.items() if isinstance(dataset.features[theirs], Value)}
     opened = plan.images is not None and any(map(plan.begins, plan.columns))
-    return plan.converses and (bool(text & set(ROLES)) or opened)
+    return bool(text & set(ROLES)) or opened
 
 
 def _streamed(dataset: Any, plan: _Plan) -> Any:
-    """The stream with our columns; each row is converted when it is read."""
-    if plan.images is not None and dataset.features is not None:
+    """The stream with our columns; each row is looked at and converted when it is read."""
+    if plan.images is not None and plan.changes_rows and dataset.features is not None:
         dataset = dataset.cast_column(plan.images, encoded_feature(dataset.features[plan.images]))
     where = f"dataset {plan.name}"
 
@@ -392,7 +398,9 @@ def _streamed(dataset: Any, plan: _Plan) -> Any:
         return strings if plan.images is None else {**strings, IMAGES: plan.finished(row[plan.images], where)}
 
     columns = list(dataset.column_names or _first_row(dataset, plan.name))
-    kept = dataset.filter(lambda row: plan.keeps(row, where)).map(make, remove_columns=columns)
+    kept = dataset.filter(lambda row: plan.keeps(row, where))
+    if plan.changes_rows:
+        kept = kept.map(make, remove_columns=columns)
     if plan.arguments.dataset_limit is not None:
         kept = kept.take(plan.arguments.dataset_limit)
     _first_row(kept, plan.name, _nothing_left(plan))

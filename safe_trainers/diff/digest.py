@@ -24,6 +24,8 @@ UNSEEN = 0.5
 _ROWS, _COLUMNS = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95  # odd, so that a difference of one element never vanishes
 _MODULUS = 2**64
 _CHUNK = 2**22
+_KEPT = 2**16
+"""Size of the largest table of factors that is kept between recorded steps."""
 _NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -62,12 +64,14 @@ def stride_of(count: int) -> int:
     return 1 if count <= SAMPLES else -(-count // SAMPLES) | 1
 
 
-@functools.cache
-def _table(base: int, size: int) -> np.ndarray[Any, Any]:
+def _made(base: int, size: int) -> np.ndarray[Any, Any]:
     """`base ** i` modulo 2**64 for i < size, as int64."""
     made = np.full(size, base, dtype=np.uint64)
     made[0] = 1
     return np.multiply.accumulate(made).view(np.int64)
+
+
+_small_table, _table = functools.cache(_made), functools.cache(_made)
 
 
 @functools.cache
@@ -81,7 +85,8 @@ def _size_of_table(count: int) -> int:
 
 
 def _powers(base: int, count: int) -> np.ndarray[Any, Any]:
-    return _table(base, _size_of_table(count))[:count]
+    size = _size_of_table(count)
+    return (_small_table if size <= _KEPT else _table)(base, size)[:count]
 
 
 def _device_powers(base: int, count: int, device: torch.device) -> torch.Tensor:
@@ -89,8 +94,8 @@ def _device_powers(base: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def forget_factors() -> None:
-    """Frees the factors of the elements of tensors, which are kept by shape while a step is recorded."""
-    for cache in (_table, _device_table, _factors):
+    """Frees the large tables of factors, which are kept while a step is recorded."""
+    for cache in (_table, _device_table):
         cache.cache_clear()
 
 
@@ -197,7 +202,7 @@ BATCHED = 2**13
 
 
 def measure_many(tensors: list[tuple[torch.Tensor, int]]) -> list[tuple[Any, Any, Any]]:
-    """Measures small tensors on the CPU together, which takes a fraction of the time of `measure` for each.
+    """Measures small tensors on the CPU, those of one shape together: a fraction of the time of `measure` for each.
 
     Args:
         tensors: Results of `plain` on the CPU, not empty, of at most `BATCHED` elements each, and in how many rows,
@@ -206,32 +211,41 @@ def measure_many(tensors: list[tuple[torch.Tensor, int]]) -> list[tuple[Any, Any
     Returns:
         For each tensor or row what `measure` returns, with the same values.
     """
-    found: list[Any] = [None] * sum(count for _, count in tensors)
-    groups: dict[torch.dtype, list[int]] = {}
-    flats: dict[torch.dtype, list[torch.Tensor]] = {}
-    shapes: list[tuple[int, ...]] = []
+    groups: dict[tuple[torch.dtype, tuple[int, ...]], tuple[list[int], list[torch.Tensor]]] = {}
+    total = 0
     for tensor, count in tensors:
-        groups.setdefault(tensor.dtype, []).extend(range(len(shapes), len(shapes) + count))
-        flats.setdefault(tensor.dtype, []).append(tensor)
-        shapes += [tuple(tensor.shape) if count == 1 else tuple(tensor.shape[1:])] * count
-    for dtype, members in groups.items():
-        parts = flats[dtype]
-        factors, starts, picked, bounds = _plan([shapes[index] for index in members])
-        flat = torch.cat([part.view(-1) for part in parts])
-        bits = flat.view(_BITS[flat.element_size()]).numpy()
-        array = (flat if dtype in _NUMPY else flat.float()).numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            hashes = np.add.reduceat(bits * factors, starts).tolist()
-            lows, highs = np.minimum.reduceat(array, starts), np.maximum.reduceat(array, starts)
-            largest = np.maximum(-lows.astype(np.float64), highs)  # both are NaN if any element is
-        counts = np.zeros(len(members))
-        for place in np.flatnonzero(~np.isfinite(largest)).tolist():
-            part = array[starts[place] :][: math.prod(shapes[members[place]])]
-            counts[place] = part.size - np.isfinite(part).sum()
-        stats = list(zip(largest.tolist(), counts.tolist(), strict=True))
-        samples = array[picked].astype(np.float32)
-        for place, index in enumerate(members):
-            found[index] = hashes[place], stats[place], samples[bounds[place] : bounds[place + 1]]
+        shape = tuple(tensor.shape) if count == 1 else tuple(tensor.shape[1:])
+        members, parts = groups.setdefault((tensor.dtype, shape), ([], []))
+        members.extend(range(total, total + count))
+        parts.append(tensor.view(count, -1))
+        total += count
+    if not total:
+        return []
+    order: list[int] = []
+    hashes: list[Any] = []
+    lows: list[Any] = []
+    highs: list[Any] = []
+    samples: list[Any] = []
+    arrays: list[tuple[Any, int]] = []
+    with np.errstate(over="ignore", invalid="ignore"):
+        for (dtype, shape), (members, parts) in groups.items():
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)  # (tensors, elements)
+            array = (flat if dtype in _NUMPY else flat.float()).numpy()
+            arrays.append((array, len(order)))
+            order += members
+            hashes.append(np.einsum("ij,j->i", flat.view(_BITS[flat.element_size()]).numpy(), _factors(shape)))
+            lows.append(array.min(1))
+            highs.append(array.max(1))
+            samples += list(array[:, :: stride_of(array.shape[1])].astype(np.float32))
+        largest = np.maximum(-np.concatenate(lows, dtype=np.float64), np.concatenate(highs, dtype=np.float64))
+    counts = np.zeros(total)  # both bounds are NaN if any element is
+    for place in np.flatnonzero(~np.isfinite(largest)).tolist():
+        array, first = next(pair for pair in reversed(arrays) if pair[1] <= place)
+        counts[place] = array.shape[1] - np.isfinite(array[place - first]).sum()
+    found: list[Any] = [None] * total
+    stats = zip(largest.tolist(), counts.tolist(), strict=True)
+    for index, *measured in zip(order, np.concatenate(hashes).tolist(), stats, samples, strict=True):
+        found[index] = tuple(measured)
     return found
 
 
@@ -242,20 +256,6 @@ def _factors(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     rows = math.prod(shape) // columns
     with np.errstate(over="ignore"):
         return np.multiply.outer(_powers(_ROWS, rows), _powers(_COLUMNS, columns)).reshape(-1)
-
-
-def _plan(shapes: list[tuple[int, ...]]) -> tuple[Any, Any, Any, list[int]]:
-    """Returns the factors of the elements of concatenated tensors, where each tensor starts, and which elements are
-    sampled, with the bounds of each tensor's samples.
-    """
-    lengths = np.array([math.prod(shape) for shape in shapes])
-    starts = np.cumsum(lengths) - lengths
-    strides = np.array([stride_of(length) for length in lengths.tolist()])
-    sampled = -(-lengths // strides)
-    bounds = np.append(0, np.cumsum(sampled))
-    within = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sampled)
-    picked = np.repeat(starts, sampled) + within * np.repeat(strides, sampled)
-    return np.concatenate([_factors(shape) for shape in shapes]), starts, picked, bounds.tolist()
 
 
 def ulp_distance(first: Digest, second: Digest) -> float:

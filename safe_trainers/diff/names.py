@@ -1,5 +1,6 @@
 """Names of modules and parameters without the names of wrappers, and the alignment of fused projections."""
 
+import functools
 from collections.abc import Iterable, Iterator
 
 from torch import nn
@@ -19,6 +20,7 @@ FUSED = {
 """Projections that engines and some models fuse, and their parts in order."""
 
 
+@functools.lru_cache(maxsize=2**14)
 def canonical(name: str) -> str:
     """Returns a qualified name without the pieces that wrappers add.
 

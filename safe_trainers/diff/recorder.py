@@ -160,7 +160,7 @@ class Recorder:
             "slots": self._slots.values,
             "dtypes": self._values.dtypes.values,
             "shapes": self._values.shapes.values,
-            "autocasts": self._autocasts.values,
+            "autocasts": [str(dtype).removeprefix("torch.") for dtype in self._autocasts.values],
             "arguments": self._calls_arguments.values,
             "settings": changed if self.known is not None else {},
             "rows": self._rows,
@@ -374,7 +374,8 @@ class Recorder:
         training: bool = False,
         extra: int = 0,
     ) -> None:
-        autocast = self._autocasts(_autocast_dtype(self._device))
+        device = self._device
+        autocast = self._autocasts(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "")
         self._events.append(
             (phase, _KIND[kind], self._strings(name), call, self._slots(slot), value, autocast, int(training))
         )
@@ -418,12 +419,6 @@ class _GradientHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._recorder.gradient(*self._place, gradient)
-
-
-def _autocast_dtype(device: str) -> str:
-    if not torch.is_autocast_enabled(device):
-        return ""
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
 def _in_backward() -> bool:

@@ -31,6 +31,9 @@ _PATHS = ("output_dir", "logging_dir", "run_name", "hub_", "push_to", "report", 
           "precision_metrics")  # fmt: skip
 
 
+_SCALARS = frozenset({type(None), bool, int, float, str})
+
+
 def flat(value: Any, name: str, depth: int = 4) -> Iterator[tuple[str, Scalar]]:
     """Yields the scalars in nested mappings and short lists by dotted name; skips other objects.
 
@@ -60,6 +63,9 @@ def of_module(module: nn.Module) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     for name, value in vars(module).items():
         if name in _IGNORED or name == "training" or (name.startswith("_") and name not in _OWN):
+            continue
+        if type(value) in _SCALARS:
+            found[name] = value
             continue
         if isinstance(value, (nn.Module, torch.Tensor)):
             continue

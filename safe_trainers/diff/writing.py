@@ -49,7 +49,8 @@ def write_step(folder: Path, number: int, rank: int, columns: Mapping[str, Any],
         tables: The values that the numbers stand for, `settings`, `rows`, and `passes` and `modules` of `most_bytes`.
     """
     written = json.dumps({**tables, "version": VERSION}, default=str)
-    room = most_bytes(tables["passes"], tables["modules"]) - len(json.dumps(written)) - 2000
+    escaped = len(written) + written.count('"') + written.count("\\")  # as a string in the JSON of the file's header
+    room = most_bytes(tables["passes"], tables["modules"]) - escaped - 2000
     kept, sizes = _fitting(columns, tables, room)
     events, extra = columns["events"][kept], columns["extra"][kept]
     used = np.unique(events[events[:, _VALUE] >= 0, _VALUE])
@@ -87,12 +88,14 @@ def _fitting(columns: Mapping[str, Any], tables: Mapping[str, Any], room: int) -
         Which events are kept, (E,) bool; and the size of the sample of each value, (V,).
     """
     events, values = columns["events"], columns["events"][:, _VALUE]
-    ranks = _importance(events, tables["names"], tables["slots"])
     sizes = np.array([len(sample) for sample in columns["samples"]], np.int64)
-    of_values = np.full(len(sizes), np.iinfo(np.int64).max)
-    np.minimum.at(of_values, values[values >= 0], ranks[values >= 0])
     extras = _has_extra(events)
     fixed = len(events) * _EVENT_BYTES + int(extras.sum()) * _EXTRA_BYTES + len(sizes) * _VALUE_BYTES
+    if fixed + int(sizes.sum()) * _SAMPLE_BYTES <= room:
+        return np.ones(len(events), bool), sizes
+    ranks = _importance(events, tables["names"], tables["slots"])
+    of_values = np.full(len(sizes), np.iinfo(np.int64).max)
+    np.minimum.at(of_values, values[values >= 0], ranks[values >= 0])
     for least in [_INSIDE] * _HALVINGS + [_STEP] * _HALVINGS:
         if fixed + int(sizes.sum()) * _SAMPLE_BYTES <= room:
             break

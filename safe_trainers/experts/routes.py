@@ -149,6 +149,7 @@ class ExpertRoutes(Feature):
             "`prefill_chunk_size` divides the prompts": bool(generation.get("prefill_chunk_size")),
             "continuous batching computes in its own order": uses_continuous_batching(args),
             "`torch_compile=True` compiles the choice into the model": getattr(args, "torch_compile", False),
+            "`compile_decode=True` compiles the choice into the rollout": run.settings.compile_decode,
             "`nn.DataParallel` runs copies of the model": args.n_gpu > 1,
         }
         return next((text for text, applies in reasons.items() if applies), None)

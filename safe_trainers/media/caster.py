@@ -75,12 +75,18 @@ def takes_media(model: nn.Module, keys: Mapping[str, str]) -> bool:
         keys: Media keys and their feature methods, such as `MEDIA_KEYS`.
     """
     modules = {unwrap(model), *find_parts(model).containers}
-    return any(keys.keys() & _arguments_of(getattr(module.forward, "__func__", module.forward)) for module in modules)
+    return any(keys.keys() & _arguments_of(module.forward) for module in modules)
+
+
+def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
+    """Returns the names of a method's arguments, and keeps those of functions of classes, not of instances."""
+    function = getattr(forward, "__func__", None)
+    return frozenset(inspect.signature(forward).parameters) if function is None else _names_of(function)
 
 
 @functools.lru_cache(maxsize=256)
-def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
+def _names_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def count_media(

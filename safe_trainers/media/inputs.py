@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ class MediaInputs(Feature):
     """Moves batches to the device and casts their media."""
 
     name = "media"
+    about_weights: ClassVar = {"_caster": type(None), "_resumed": dict}
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

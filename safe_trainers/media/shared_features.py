@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -112,6 +112,8 @@ class SharedFeatures(Feature):
         computed: Images that towers were run on.
         refused: Why features were not shared, each reason once.
     """
+
+    about_weights: ClassVar = {"_decisions": dict}
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -6,6 +6,8 @@ import itertools
 import logging
 import random
 import re
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +24,14 @@ from .parts import elements_of, find_parts, holds_packed, is_quantized, unwrap
 
 
 logger = logging.getLogger(__name__)
+DIAGNOSED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Base models whose forward passes are not of the run at this moment: a question to them, or a search for a fault."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Types of attributes that cannot change in place."""
 _TABLES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has, such as its parameters and hooks, which a forward pass does not change."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""Attributes of a module that hold the hooks of its forward pass, by their numbers."""
 _DTYPE_ERROR = re.compile(r"dtype|scalar ?type|should be the same", re.IGNORECASE)
 """Matches PyTorch's errors about two different dtypes, on CPU and CUDA."""
 
@@ -59,11 +65,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model that is called in the block.
     """
-    with restored(model), torch.no_grad():
-        for module in model.modules():
-            # In evaluation mode, bitsandbytes on CPU repacks the weights of a layer permanently.
-            module.training = any(p is not None and is_quantized(p) for p in module._parameters.values())
-        yield
+    base = unwrap(model)
+    nested = base in DIAGNOSED
+    DIAGNOSED.add(base)
+    try:
+        with restored(model), torch.no_grad():
+            for module in model.modules():
+                # In evaluation mode, bitsandbytes on CPU repacks the weights of a layer permanently.
+                module.training = any(p is not None and is_quantized(p) for p in module._parameters.values())
+            yield
+    finally:
+        if not nested:
+            DIAGNOSED.discard(base)
 
 
 @contextlib.contextmanager
@@ -96,6 +109,24 @@ def restored(model: nn.Module) -> Iterator[None]:
                     if buffer is not None and id(buffer) in values and not torch.equal(buffer, values[id(buffer)]):
                         with torch.no_grad():
                             buffer.copy_(values[id(buffer)])
+
+
+@contextlib.contextmanager
+def without_later_hooks(model: nn.Module, number: int) -> Iterator[None]:
+    """Calls no forward hooks in a block that were registered after a moment, so that observers do not see its passes.
+
+    Args:
+        model: The model that is called in the block.
+        number: `torch.utils.hooks.RemovableHandle.next_id` at that moment.
+    """
+    held = [(vars(m), name, hooks) for m in model.modules() for name in _HOOKS if (hooks := vars(m).get(name))]
+    try:
+        for attributes, name, hooks in held:
+            attributes[name] = OrderedDict((key, hook) for key, hook in hooks.items() if key < number)
+        yield
+    finally:
+        for attributes, name, hooks in held:
+            attributes[name] = hooks
 
 
 @contextlib.contextmanager

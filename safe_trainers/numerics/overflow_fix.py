@@ -5,7 +5,6 @@ Runs the forward pass that overflowed again with one more module in float32 each
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..core.errors import PrecisionError, Problem, refuse, warn
 from ..core.patches import keep
 from ..model.inventory import bits
 from ..model.parts import find_parts, is_quantized, unwrap
-from ..model.trial_forward import undisturbed
+from ..model.trial_forward import DIAGNOSED, undisturbed
 from ..weights import fp32_modules
 from ..weights.bitsandbytes import compute_in
 from ..weights.cast import apply_casts
@@ -31,9 +30,6 @@ Rerun = Callable[[Watch], torch.Tensor]
 Attempt = Callable[[], tuple[str | None, bool] | None]
 """Computes something again, and returns the first module that is still wrong and whether the result is right; `None`
 if it could not be computed."""
-
-DIAGNOSED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Base models that compute with modules in float32 at this moment, to find or to measure a fault of float16."""
 
 TRIES = 32
 """Largest number of modules tried in float32."""

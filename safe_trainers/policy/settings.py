@@ -142,8 +142,8 @@ class PrecisionSettings:
         max_consecutive_skips: Number of consecutive optimizer steps that may be skipped because gradients were not
             finite, before the run stops. 50 halvings reduce a loss scale of 2**16 to 2**-34, at which gradients of
             1e15 still fit float16, so the scale is not the cause of further skips.
-        overflow_probe_steps: Interval, in optimizer steps, at which the first batch is checked for activations that
-            overflow float16. By default only the first rollout and the first batch of a run are checked.
+        overflow_probe_steps: Number of optimizer steps between checks of an fp16 run for overflow: of the activations
+            of one rollout and one loss, and of the gradients of that loss. By default only the first ones are checked.
         rollout_correction: Whether the losses of samples of the model's own `generate` are weighted by importance
             weights, with TRL's `vllm_importance_sampling_mode` and its limits. TRL weights samples of vLLM itself.
         old_logps: Where the log-probabilities before an update come from if the policy has not changed since the
@@ -158,6 +158,10 @@ class PrecisionSettings:
             and scored, instead of making them for every token. The values are the same. The casts take half the bytes
             of these weights until the loss is computed. They are not kept if they would raise the peak of allocated
             memory on CUDA, or take more than half of the free memory elsewhere.
+        compile_decode: Whether `generate` uses a static cache and compiles the forward pass of each token after the
+            first, from the second rollout on. It saves time where the host starts kernels more slowly than the device
+            computes them, as on a GPU. Attention over a cache of fixed size may round otherwise, so that other tokens
+            may be sampled.
         share_media_features: Whether a tower runs once for all equal images of a batch, while no gradient flows into
             it: `"identical"` if the features are bit-identical, which is measured for each shape of a batch;
             `"always"`; or `"off"`.
@@ -230,6 +234,10 @@ class PrecisionSettings:
     )
     keep_frozen_casts: bool = field(
         default=True, metadata={"help": "Whether rollouts keep the casts of frozen float32 weights between tokens."}
+    )
+    compile_decode: bool = field(
+        default=False,
+        metadata={"help": "Whether rollouts with `generate` use a static cache and a compiled forward pass."},
     )
     share_media_features: str = field(
         default=IDENTICAL,

@@ -7,7 +7,7 @@ dataclasses, and this module reads them. Editors read the same files (`# yaml-la
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -255,7 +255,7 @@ def _read(task: str, path: Path) -> Schema:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def convert(key: Key, value: Any, text: str | None = None) -> Any:
+def convert(key: Key, value: Any, text: str | None = None, written: Sequence[str | None] = ()) -> Any:
     """Converts a value of a file to a type that its key accepts, if no meaning is lost by it.
 
     A string is converted to a number (`"1e-5"`) or, as by TRL's parser, to true or false (`"yes"`); 1 and 0 to true
@@ -265,6 +265,7 @@ def convert(key: Key, value: Any, text: str | None = None) -> Any:
         key: The key.
         value: The value as YAML reads it.
         text: A scalar as it is written in the file.
+        written: The items of a list as they are written in the file.
 
     Returns:
         The converted value.
@@ -279,7 +280,7 @@ def convert(key: Key, value: Any, text: str | None = None) -> Any:
     if value is None:
         raise _unfit(key, "null", None if key.default is None else write(**{key.name: key.default}))
     if isinstance(value, (list, tuple, set)):
-        return _convert_list(key, value)
+        return _convert_list(key, value, written)
     truth = _truth(key, value)
     if truth is not None:
         return truth
@@ -288,7 +289,7 @@ def convert(key: Key, value: Any, text: str | None = None) -> Any:
         if made is not None:
             return _chosen(key, made[0])
     if key.item is not None and isinstance(value, dict) == (key.item == MAPPING):
-        return _convert_list(key, [value], text)
+        return _convert_list(key, [value], [text])
     raise _unfit(key, shown(value), _meant(key, value, text))
 
 
@@ -412,14 +413,14 @@ def _mapping_from(key: Key, value: str) -> Any:
     raise _refused(f"{key.name} must be `key: value` pairs, got {shown(value)}", write_example(**{key.name: example}))
 
 
-def _convert_list(key: Key, values: Any, text: str | None = None) -> list[Any]:
+def _convert_list(key: Key, values: Iterable[Any], written: Sequence[str | None]) -> list[Any]:
     items = list(values)
     if key.item is None:
         single = len(items) == 1 and _is_plain(items[0]) and len(shown(items[0])) <= 40
         got = f"a list of {len(items)} values"
         raise _unfit(key, got, write(**{key.name: items[0]}) if single else None)
     made = []
-    for item in items:
+    for item, text in zip(items, written or [None] * len(items), strict=True):
         found = None if item is None else _as(key.item, item, text, None)
         if found is None:
             raise _unfit(key, f"a list that holds {shown(item)}")

@@ -338,7 +338,7 @@ def _file_values(settings: Settings) -> Iterator[Problem]:
             yield _unknown(settings, key, entry.value).at(place)
             continue
         try:
-            made = convert(known, entry.value, entry.text)
+            made = convert(known, entry.value, entry.text, entry.written)
             (settings.launcher if key in LAUNCH else settings.values)[key] = made
         except RecipeError as error:
             settings.broken.add(key)

@@ -4,6 +4,7 @@ Nothing in the file is run: only YAML's safe tags are accepted. Aliases and merg
 few lines of them can expand to billions of values.
 """
 
+import math
 import os
 import re
 from collections.abc import Hashable, Iterator
@@ -32,9 +33,18 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
 class _Loader(yaml.SafeLoader):
     """Reads `1e-6` and `1.5e6` as numbers, as YAML 1.2 does; without a point and a sign, `52e4193` may be a commit."""
 
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Any:
+        """A number as YAML reads it; text if it is larger than the largest number."""
+        made = super().construct_yaml_float(node)
+        return node.value if math.isinf(made) and _DIGIT.search(node.value) else made
+
+
+_DIGIT = re.compile("[0-9]")
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*[eE][-+]|(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?)[0-9]+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+_FLOAT = "tag:yaml.org,2002:float"
+_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
+_Loader.add_constructor(_FLOAT, _Loader.construct_yaml_float)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class Entry:
         line: Line of the key, from 1.
         text: The value as it is written; `None` for a list or a mapping.
         items: The lines of the items of a list.
+        written: The items of a list as they are written; `None` for one that is a list or a mapping.
     """
 
     key: str
@@ -54,6 +65,7 @@ class Entry:
     line: int
     text: str | None = None
     items: tuple[int, ...] = ()
+    written: tuple[str | None, ...] = ()
 
 
 @dataclass
@@ -215,8 +227,13 @@ def _entries(loader: yaml.SafeLoader, node: yaml.MappingNode, made: RecipeFile) 
             made.add(at, f"YAML cannot read the value of {_plain(str(key_node.value))}: {error}")
             continue
         items = value_node.value if isinstance(value_node, yaml.SequenceNode) else ()
-        text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
-        yield Entry(key, value, line, text, tuple(item.start_mark.line + 1 for item in items))
+        lines = tuple(item.start_mark.line + 1 for item in items)
+        yield Entry(key, value, line, _scalar(value_node), lines, tuple(map(_scalar, items)))
+
+
+def _scalar(node: yaml.Node) -> str | None:
+    """A scalar as it is written."""
+    return node.value if isinstance(node, yaml.ScalarNode) else None
 
 
 def _mappings(node: yaml.Node, seen: set[int]) -> Iterator[yaml.MappingNode]:

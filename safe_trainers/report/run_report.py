@@ -360,6 +360,8 @@ def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
     if kept:
         text = f"autocast keeps {_megabytes(kept)} of casts of frozen weights"
         yield "rollout", text, "stock casts these weights for every token"
+    if run.settings.compile_decode:
+        yield "rollout", "has a static cache and a compiled pass from the second one on", "compile_decode"
     if run.feature(RolloutAlignment).scale is not None:
         yield "rollout", "scales logits as scoring does", "the forward pass leaves out the scale of the text model"
     scoring = run.feature(ScoringInputs)

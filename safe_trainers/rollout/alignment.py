@@ -373,17 +373,11 @@ def undo_casts(model: nn.Module, exempt: Iterable[str] = ()) -> Iterator[None]:
         model: The model, wrapped or not. After the block it has the same parameters as before.
         exempt: Names, in the base model, of modules that are not cast, because their inputs are cast to float32.
     """
-    # `nn.Module.to` calls `_apply` on each submodule.
     casts = {m: partial(_apply_except_buffers, m) for m in model.modules() if m._non_persistent_buffers_set}
-    casts |= {m: partial(_skip_apply, m) for m in (unwrap(model).get_submodule(name) for name in exempt)}
-    with weights_restored(model), contextlib.ExitStack() as stack:
+    with weights_restored(model, exempt), contextlib.ExitStack() as stack:
         for module, cast in casts.items():
             stack.enter_context(patched("cast-of-all", module, _apply=cast))
         yield
-
-
-def _skip_apply(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
-    return module
 
 
 def _apply_except_buffers(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -103,7 +103,8 @@ class RolloutCorrection(Feature):
             yield _refusal(reason)
 
     def on_train_begin(self) -> None:
-        """Rests in a trainer whose losses use no rollouts."""
+        """Forgets the batches of an earlier `train`, and rests in a trainer whose losses use no rollouts."""
+        self.run.scored_at.clear()
         if not has_rollouts(type(self.run.trainer)):
             self.rest("on_loss_inputs", "around_loss")
 

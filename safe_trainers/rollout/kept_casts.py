@@ -8,7 +8,7 @@ values are the same. The stored casts are freed at the end, before the loss is c
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -31,6 +31,8 @@ class KeptCasts(Feature):
         nbytes: The largest number of bytes of stored casts so far.
     """
 
+    about_weights: ClassVar = {"_matrices": WeakKeyDictionary}
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.nbytes = 0
@@ -43,7 +45,9 @@ class KeptCasts(Feature):
 
     def around_rollout(self, call: Callable[[], Any]) -> Any:
         """Generates one turn. vLLM and continuous batching hold their own weights."""
-        if getattr(self.run.args, "use_vllm", False) or uses_continuous_batching(self.run.args):
+        settings, args = self.run.settings, self.run.args
+        # A compiled pass contains its casts, and would be compiled again for a changed `requires_grad`.
+        if getattr(args, "use_vllm", False) or uses_continuous_batching(args) or settings.compile_decode:
             return call()
         with self._kept(self.run.model):
             return call()

@@ -8,7 +8,6 @@ penalties and suppressed tokens, which would add differences that are not due to
 Recording changes neither the sampled tokens nor the state of any random generator.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -114,10 +113,9 @@ def takes_recording(model: Any) -> bool:
         model: The model, without wrappers of adapters and engines.
     """
     generate = getattr(model, "generate", None)
-    return generate is not None and _accepts_recording(getattr(generate, "__func__", generate))
+    return generate is not None and _accepts_recording(generate)
 
 
-@functools.cache
 def _accepts_recording(generate: Callable[..., Any]) -> bool:
     """Whether a `generate` has the argument, or passes on arguments that it does not have."""
     parameters = inspect.signature(generate).parameters

@@ -9,21 +9,25 @@ TRL gives the tokens of completions and of labels the type 0. A model in which t
 (PaliGemma's prompts) would predict each token from those that follow it. Tokens that are predicted get the type 1, as
 `generate` gives them.
 
-Both are asked of the model, with a few tokens, at construction, or at the first rollout if it cannot be run before. A
-model whose weights ZeRO-3 has partitioned is not asked, and is scored as in TRL.
+Both are asked of the model, with a few tokens, when training begins: then it is on its device, and nothing wraps it
+yet. Hooks that were registered after the trainer was built are not called. A model that cannot be run before an engine
+has prepared it is asked at the first rollout. One whose weights ZeRO-3 has partitioned is not asked, and is scored as
+in TRL.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..core.errors import Problem
 from ..core.feature import Feature, Run
 from ..core.trl import has_rollouts
 from ..model.sequence_trial import depends_on_shift, sees_future, takes
+from ..model.trial_forward import without_later_hooks
 from ..policy.distributed import shards_weights
 from .mismatch import EPS
 from .vllm_images import marker_ids
@@ -42,25 +46,27 @@ class ScoringInputs(Feature):
         answers: Whether tokens that are predicted get the type `ANSWER`; `None` while it is not known.
     """
 
+    about_weights: ClassVar = {"positions": type(None), "answers": type(None)}
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.positions: bool | None = None
         self.answers: bool | None = None
         self._scored: Mapping[str, Any] = {}
+        self._later = 0
 
-    def check(self, model: nn.Module) -> Iterable[Problem]:
-        """Asks the model at construction, while nothing wraps it or watches its forward passes; finds no problems."""
-        if not shards_weights(self.run.args):
-            self._ask(model, wrapped=False)
-        return ()
+    def ready(self) -> None:
+        """Remembers which hooks the model has; those that are registered later observe the run."""
+        self._later = RemovableHandle.next_id
 
     def on_train_begin(self) -> None:
-        """Rests if the model needs nothing."""
+        """Asks the model, and rests if it needs nothing."""
+        self._ask(self.run.model, wrapped=False)
         if self.positions is False and self.answers is False:
             self.rest("before_rollout", "before_scoring", "around_scoring", "on_loss_inputs")
 
     def before_rollout(self, prompt_ids: Any) -> None:
-        """Asks a model that an engine shards, or that computes only as it is wrapped."""
+        """Asks a model that was not asked before, or that computes only as it is wrapped."""
         self._ask(self.run.model)
 
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
@@ -107,10 +113,24 @@ class ScoringInputs(Feature):
         return max((EPS[dtype] for dtype in dtypes), default=EPS["float32"])
 
     def _ask(self, model: nn.Module, wrapped: bool = True) -> None:
-        """Asks what is not known yet. A wrapped model that cannot be run is not asked again."""
+        """Asks what is not known yet, of the model itself, unless an engine shards its weights, then as it is wrapped.
+
+        A wrapped model that cannot be run is not asked again.
+        """
+        if self.positions is not None and self.answers is not None:
+            return
+        sharded = shards_weights(self.run.args)  # by hooks
+        ways = [*([] if sharded else [False]), *([True] if wrapped else [])]
+        with contextlib.nullcontext() if sharded else without_later_hooks(model, self._later):
+            self._find(model, ways)
+
+    def _find(self, model: nn.Module, ways: list[bool]) -> None:
+        """Asks in one way after another, until there is an answer."""
+        wrapped = True in ways
         if self.positions is None:
             scores = has_rollouts(type(self.run.trainer))
-            found = depends_on_shift(model, self._spacing, wrapped) if scores else False
+            asked = (depends_on_shift(model, self._spacing, way) if scores else False for way in ways)
+            found = next((answer for answer in asked if answer is not None), None)
             self.positions = False if found is None and wrapped else found
         if self.answers is None:
             found = sees_future(model, self._spacing, token_type=0) if takes(model, TYPES) else False

@@ -241,15 +241,20 @@ def place_boundaries(run: Run, model: nn.Module, inventory: ModelInventory) -> N
     run.boundaries = BoundaryPlan((*plan.boundaries, *run.boundaries.operations))
 
 
-def prepare_other_model(run: Run, model: nn.Module, is_reference: bool) -> None:
+def prepare_other_model(run: Run, model: nn.Module, policy: nn.Module, is_reference: bool) -> None:
     """Makes a reference or teacher model compute in the dtypes of the policy.
 
     Args:
         run: The run.
         model: The reference or teacher model.
-        is_reference: Whether the model has the class of the policy model, as the references that TRL creates do.
+        policy: The policy model.
+        is_reference: Whether it is the trainer's `ref_model`. Another model of the policy's class, such as a teacher,
+            may have other layers, and is prepared in the same way if it has the policy's modules.
     """
     unpack(model)
+    names = {*run.weights.fp32_modules, *(boundary.module for boundary in run.boundaries.operations)}
+    has_modules = names <= {name for name, _ in model.named_modules()}
+    is_reference = isinstance(policy, type(model)) and (is_reference or has_modules)
     if is_reference:
         remove_casts(model)
         prepare_reference(model, run.policy, tuple(run.settings.fp32_modules or ()))

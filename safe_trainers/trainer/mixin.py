@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from datasets.fingerprint import Hasher
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
@@ -29,6 +30,7 @@ from ..diff.feature import RunRecorder
 from ..experts.routes import ExpertRoutes
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
+from ..model import input_gradients
 from ..model.parts import is_reference, unwrap
 from ..numerics.finite_watch import FiniteWatch
 from ..numerics.loss_scale import keep_settings, reset_unusable_scale
@@ -41,6 +43,7 @@ from ..report.contract_watch import ContractWatch
 from ..report.profiler import Profiler
 from ..report.reporter import Reporter
 from ..rollout.alignment import RolloutAlignment
+from ..rollout.compiled_decode import CompiledDecode
 from ..rollout.correction import RolloutCorrection
 from ..rollout.kept_casts import KeptCasts
 from ..rollout.mismatch_meter import MismatchMeter, check_reward_weights
@@ -87,6 +90,7 @@ class PrecisionMixin(ExactCheckpoints):
         SharedFeatures,
         RolloutAlignment,
         KeptCasts,
+        CompiledDecode,
         ScoringInputs,
         TruncationCorrection,
         RolloutCorrection,
@@ -109,6 +113,9 @@ class PrecisionMixin(ExactCheckpoints):
     callback_handler: Any
     is_in_train: bool
 
+    _prepared: list[nn.Module]
+    _hashed: bool
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_bases(cls)
@@ -117,7 +124,7 @@ class PrecisionMixin(ExactCheckpoints):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Gives the trainer its run, which has no features until the model exists."""
         made = super().__new__(cls)
-        made._run = Run(made)
+        made._run, made._prepared, made._hashed = Run(made), [], False
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -165,9 +172,7 @@ class PrecisionMixin(ExactCheckpoints):
     def _prepare_models(self) -> None:
         """Prepares what needs the whole trainer: reference and teacher models, heads in float32, and the features."""
         run = self._run
-        policy, *others = run.feature(MediaInputs).models()
-        for model in others:
-            prepare_other_model(run, model, isinstance(policy, type(model)))
+        self._prepare_others()
         if getattr(self.args, "cast_lm_head_to_fp32", False):
             for owner in (self.model, getattr(self, "ref_model", None)):  # TRL casts the heads of these two
                 base: Any = None if owner is None else unwrap(owner)
@@ -176,8 +181,33 @@ class PrecisionMixin(ExactCheckpoints):
                     fp32_modules.without_autocast(head)
         distributed.wrap_forward_in_autocast(self.model, self.accelerator)
         compute_redirected_in_autocast(self)
+        input_gradients.keep_hooks_single(self.model)
         run.tell("ready")
         self._placements = Placements(run)
+
+    def _prepare_others(self) -> None:
+        """Prepares the reference and teacher models that were not prepared yet."""
+        policy, *others = self._run.feature(MediaInputs).models()
+        reference = getattr(self, "ref_model", None)
+        for model in others:
+            if not any(model is prepared for prepared in self._prepared):
+                prepare_other_model(self._run, model, policy, reference is not None and model is unwrap(reference))
+                self._prepared.append(model)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares the reference model, which TRL calls before its `__init__` ends, and computes log-probabilities.
+
+        The hash with which TRL names the file of the results gets what they depend on besides the weights.
+        """
+        if not self._hashed:
+            self._prepare_others()
+            policy = self._run.policy
+            given = (policy.compute.text, policy.autocast.text, *self._run.weights.fp32_modules)
+            weights = getattr(self, "_precompute_model_hash", None)
+            if weights is not None:
+                self._precompute_model_hash = Hasher.hash((weights, given))
+            self._hashed = True
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     @property
     def precision(self) -> Precision:
@@ -225,12 +255,12 @@ class PrecisionMixin(ExactCheckpoints):
             )
         self._run.wake()
         self._placements.check()
-        self._run.tell("on_train_begin")
+        chosen = self._choose_checkpoint(resume_from_checkpoint)
         if not any(isinstance(callback, _Events) for callback in self.callback_handler.callbacks):
             # First in the list, so that the user's callbacks see the features' results of the step.
             self.callback_handler.callbacks.insert(0, _Events(self._run, self._trainer_state))
-        chosen = self._choose_checkpoint(resume_from_checkpoint)
         try:
+            self._run.tell("on_train_begin")
             result = super().train(chosen, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
         finally:
             self._trainer_state.forget()
@@ -252,12 +282,15 @@ class PrecisionMixin(ExactCheckpoints):
         """Evaluates, inside the features' `around_evaluation`.
 
         With `bf16_full_eval` or `fp16_full_eval`, transformers casts the model in place if it does not train; the
-        weights are restored afterwards.
+        weights are restored afterwards, and so is what was found out about them.
         """
         self._placements.check()
         method = super().evaluation_loop  # type: ignore[misc]
         casts = not self.is_in_train and (self.args.bf16_full_eval or self.args.fp16_full_eval)
-        with weights_restored(self.model) if casts else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if casts:
+                stack.enter_context(weights_restored(self.model, exempt=self._run.weights.fp32_modules))
+                stack.enter_context(self._run.other_weights())
             return self._run.around("around_evaluation", partial(method, *args, **kwargs))
 
     # ---- Rollouts ----

@@ -60,6 +60,11 @@ NOT_COMPUTED = Figures(math.inf, math.inf, math.inf, 0.0, 1.0, 0, 0, math.inf, 0
 """The figures of a set with which the model does not compute."""
 
 
+def differences(trainer: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns D of each token in nats, (B, C), float64 on the CPU; 0 where the mask, (B, C), is 0."""
+    return (trainer.double() - sampler.double()).cpu().where(mask.cpu() != 0, 0.0)
+
+
 def summarize(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     seconds: float,
@@ -80,10 +85,8 @@ def summarize(
     sums: list[torch.Tensor] = []  # the sum of abs(D), the number of tokens and S of each sequence
     tokens = []
     for trainer, sampler, mask in pairs:
-        difference = (trainer.double() - sampler.double()).cpu()
-        counted = mask.cpu() != 0
-        tokens.append(difference[counted].abs())
-        known = difference.where(counted, 0.0)
+        known, counted = differences(trainer, sampler, mask), mask.cpu() != 0
+        tokens.append(known[counted].abs())
         sums.append(torch.stack([known.abs().sum(1), counted.sum(1).double(), known.sum(1)], dim=1))
     size, rows = torch.cat(tokens), torch.cat(sums)
     if not len(size):

@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any, overload
 
 import torch
@@ -31,12 +31,6 @@ from .figures import Figures, summarize
 
 Tokens = list[list[list[list[int]]]]
 """Sampled tokens by batch, turn and row."""
-
-
-LEAST_ROUNDS = 4
-"""Least rounds of a promise. Large differences of single tokens may be rare, and a few sequences have none."""
-SUMMARY_GROWTH = 1.1
-"""The tokens of a promise are summarized again when their number has grown by this factor."""
 
 
 class Forced(LogitsProcessor):
@@ -180,7 +174,7 @@ class Bench:
             names: The modules that compute in float32.
             seed: The seed of torch's generators, whose state is restored.
         """
-        return [tokens for *_, tokens in self._run(names, None, seed, self.batches)]
+        return [tokens for *_, tokens in self.run(names, None, seed, self.batches)]
 
     def measure(self, names: Iterable[str], tokens: Tokens | None, seed: int = 0) -> Figures:
         """Measures the mismatch.
@@ -191,49 +185,10 @@ class Bench:
             seed: The seed of sampling.
         """
         pairs, seconds = [], 0.0
-        for trainer, sampler, mask, spent, _ in self._run(names, tokens, seed, self.batches):
+        for trainer, sampler, mask, spent, _ in self.run(names, tokens, seed, self.batches):
             pairs.append((trainer, sampler, mask))
             seconds += spent
         return summarize(pairs, seconds)
-
-    def promise(
-        self,
-        names: Iterable[str],
-        seed: int,
-        enough: Callable[[Figures], bool],
-        more: Callable[[int], bool],
-        size: int,
-    ) -> Figures:
-        """Measures tokens that the set samples itself, in rounds; batches occur again when all were measured.
-
-        Args:
-            names: The modules that compute in float32.
-            seed: The seed of sampling.
-            enough: Whether the figures so far suffice. It is asked after numbers of rounds that grow by
-                `SUMMARY_GROWTH`, since a summary reads all tokens.
-            more: Whether there may be another round after this number of rounds.
-            size: Batches of a round.
-        """
-        pairs, seconds, prompts = [], 0.0, []
-        numbers = cycle(range(len(self.batches)))
-        rows = len(self.batches[0])
-        rounds, due = 0, LEAST_ROUNDS
-        while True:
-            chosen = list(islice(numbers, size))
-            batches = [self.batches[index] for index in chosen]
-            for trainer, sampler, mask, spent, _ in self._run(names, None, seed + 100 * rounds, batches):
-                pairs.append((trainer, sampler, mask))
-                seconds += spent
-            prompts += [
-                rows * index + row for index, batch in zip(chosen, batches, strict=True) for row in range(len(batch))
-            ]
-            rounds += 1
-            last = not more(rounds)
-            if last or rounds >= due:
-                figures = summarize(pairs, seconds, prompts)
-                if last or enough(figures):
-                    return figures
-                due = max(rounds + 1, int(SUMMARY_GROWTH * rounds))
 
     def gradients(self, names: Iterable[str], tokens: Tokens, scale: float) -> list[torch.Tensor]:
         """Computes the gradients of the mean negative log-probability of the first batch.
@@ -256,9 +211,21 @@ class Bench:
             found = torch.autograd.grad(loss * scale, trained, allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
 
-    def _run(
+    def run(
         self, names: Iterable[str], tokens: Tokens | None, seed: int, batches: Sequence[Sequence[Mapping[str, Any]]]
     ) -> Iterator[tuple[Any, ...]]:
+        """Generates and scores batches, one after the other.
+
+        Args:
+            names: The modules that compute in float32.
+            tokens: The tokens of all batches; `None` to sample them.
+            seed: The seed of sampling; each batch has the next one.
+            batches: The rows of each batch.
+
+        Yields:
+            For each batch the log-probabilities of trainer and sampler in nats, (B, C), the mask of the tokens that
+            count, (B, C), the time in seconds, and the tokens of each turn and row.
+        """
         names = tuple(names)
         for number, rows in enumerate(batches):
             begun = self._clock()

@@ -3,12 +3,16 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..core.dtypes import from_torch, to_torch
+from ..core.patches import patched
+from ..model.parts import unwrap
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def apply_casts(model: nn.Module, casts: Iterable[ParameterCast]) -> None:
 
 
 @contextlib.contextmanager
-def weights_restored(model: nn.Module) -> Iterator[None]:
+def weights_restored(model: nn.Module, exempt: Iterable[str] = ()) -> Iterator[None]:
     """Restores the values of a model that is cast in place while the block runs, on the device that it is on then.
 
     While the block runs, modules hold other parameters with the same values: a parameter whose own dtype changes loses
@@ -59,6 +63,7 @@ def weights_restored(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: The model, wrapped or not. After the block it has the same parameters and gradients as before.
+        exempt: Names, in the base model, of modules that are not cast, because their inputs are cast to float32.
     """
     places = [
         (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
@@ -68,22 +73,38 @@ def weights_restored(model: nn.Module) -> Iterator[None]:
     originals = [(tensor, tensor.data) for tensor in kept]
     # `nn.Module.to` writes to `parameter.data`, but replaces buffers by new tensors.
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (unwrap(model).get_submodule(name) for name in exempt):
+            # `nn.Module.to` calls `_apply` on each submodule.
+            stack.enter_context(patched("cast-of-all", module, _apply=partial(_skip_apply, module)))
+        stack.callback(_restore, places, held, originals, buffers)
         for module, name, parameter in places:
             if (stand_in := held[id(parameter)]) is not None:
                 setattr(module, name, stand_in)
         yield
-    finally:
-        for module, name, parameter in places:
-            if (stand_in := held[id(parameter)]) is not None:
-                setattr(module, name, parameter)
-                _follow(parameter, stand_in.device)
-        for tensor, data in originals:
-            tensor.data = data.to(tensor.device)
-        for module, own in buffers:
-            for name, buffer in own.items():
-                cast = module._buffers.get(name)
-                module._buffers[name] = buffer if buffer is None or cast is None else buffer.to(cast.device)
+
+
+def _restore(
+    places: list[tuple[nn.Module, str, nn.Parameter]],
+    held: dict[int, nn.Parameter | None],
+    originals: list[tuple[torch.Tensor, torch.Tensor]],
+    buffers: list[tuple[nn.Module, dict[str, torch.Tensor | None]]],
+) -> None:
+    """Puts parameters, their values and buffers back."""
+    for module, name, parameter in places:
+        if (stand_in := held[id(parameter)]) is not None:
+            setattr(module, name, parameter)
+            _follow(parameter, stand_in.device)
+    for tensor, data in originals:
+        tensor.data = data.to(tensor.device)
+    for module, own in buffers:
+        for name, buffer in own.items():
+            cast = module._buffers.get(name)
+            module._buffers[name] = buffer if buffer is None or cast is None else buffer.to(cast.device)
+
+
+def _skip_apply(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    return module
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter | None:

@@ -20,7 +20,7 @@ from peft import (
     get_peft_model,
 )
 from policing import reset_accelerate
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from safe_trainers import CheckpointError, PrecisionWarning, merge_and_save
 from safe_trainers.checkpoint.adapters import TRAINED, misfit, not_written_by_peft
@@ -262,3 +262,35 @@ def test_partitioned_adapters_fit_by_the_shape_that_the_engine_recorded(tmp_path
     first = next(p for p in model.parameters() if p.requires_grad)
     first.ds_shape = torch.Size([1, 1])
     assert "adapter-does-not-fit" in str(misfit(folder, model))
+
+
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
+def test_a_resume_with_a_reference_adapter_loads_the_trained_one(task, tmp_path, monkeypatch):
+    """Older releases of transformers load only the adapters that are in folders of their own: a stand-in for them."""
+    cell, out = Cell("text", task, "fp32", None, beta=0.1), tmp_path
+
+    def trainer():
+        torch.manual_seed(1)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(cells.folder("text")), lora())
+        settings = {"steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(out), "beta": 0.1}
+        reset_accelerate()
+        made = cells.arguments(cell, cells.SAFE_CONFIG[task], model_init_kwargs=None, **settings)
+        return cells.SAFE[task](**{**made, "model": model})
+
+    whole = trainer()
+    torch.manual_seed(5)
+    whole.train()
+    assert (out / "checkpoint-2" / "ref" / "adapter_model.safetensors").is_file()
+    shutil.rmtree(out / "checkpoint-4")
+
+    def load_folders(self, checkpoint, model=None):
+        self.model.load_adapter(f"{checkpoint}/ref", "ref", is_trainable=False)
+        self.model.set_adapter("default")
+
+    monkeypatch.setattr(Trainer, "_load_from_checkpoint", load_folders)
+    resumed = trainer()
+    torch.manual_seed(5)
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert one.requires_grad == other.requires_grad == ("lora" in name and ".default." in name)

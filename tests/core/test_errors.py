@@ -109,6 +109,7 @@ def test_the_list_of_refusals_is_the_committed_one():
         "merge-not-kept",
         "no-routers",
         "routes-not-reached",
+        "decode-cannot-be-compiled",
         "routes-not-recorded",
         "routes-do-not-fit",
         "share-out-of-range",

@@ -1,6 +1,7 @@
 """Which texts of a dataset become conversations, and what is refused instead of being read wrongly."""
 
 import io
+import re
 
 import pandas
 import pyarrow
@@ -10,6 +11,7 @@ from public_schemas import encoded, picture
 
 from safe_trainers import RecipeError
 from safe_trainers.data.dataset import DatasetArguments, prepare_dataset
+from safe_trainers.recipes.yaml_file import read_file
 
 
 @pytest.fixture(params=["mapped", "streamed"])
@@ -122,6 +124,35 @@ def test_a_check_of_images_alone_changes_nothing(prepare):
     assert [(row["prompt"], row["n"]) for row in found] == list(zip(rows["prompt"], rows["n"], strict=True))
     assert [row["image"].tobytes() for row in found] == [picture().tobytes()] * 2
     assert prepare(dataset.remove_columns("image"), needs_images=True) == list(dataset.remove_columns("image"))
+    assert prepare_dataset(dataset, DatasetArguments(), "of mine", needs_images=True) is dataset
+
+
+CHOOSING = ({"dataset_limit": 1}, {"dataset_filter": {"n": 1}}, {"image_max_size": 50}, {"image_min_size": 20})
+
+
+@pytest.mark.parametrize("needs_images", [False, True])
+@pytest.mark.parametrize("keys", CHOOSING, ids=str)
+def test_keys_that_choose_rows_change_nothing_in_them(keys, needs_images, prepare):
+    messages = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "write <image> here"}]
+    rows = {
+        "image": [encoded(picture(40, 30)), encoded(picture(60, 10))],
+        "messages": [messages, messages], "prompt": ["USER: <image> What? ASSISTANT:", "b"], "n": [1, 2],
+    }  # fmt: skip
+    dataset = Dataset.from_dict(rows).cast_column("image", Image())
+    (row,) = prepare(dataset, needs_images=needs_images, **keys)
+    assert row["image"].tobytes() == picture(40, 30).tobytes()
+    assert {name: value for name, value in row.items() if name != "image"} == {
+        "messages": messages, "prompt": rows["prompt"][0], "n": 1
+    }  # fmt: skip
+
+
+def test_only_rows_that_are_kept_need_an_image(prepare):
+    rows = {"image": [None, encoded(picture()), None], "n": [1, 2, 3]}
+    dataset = Dataset.from_dict(rows, Features(image=Image(), n=Value("int64")))
+    (row,) = prepare(dataset, needs_images=True, dataset_filter={"n": 2})
+    assert row["n"] == 2
+    with pytest.raises(RecipeError, match="has no image"):
+        prepare(dataset, needs_images=True, dataset_filter={"n": [2, 3]})
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -130,17 +161,42 @@ def test_a_mark_in_an_answer_is_text(times, prepare):
     messages = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": answer}]
     rows = {"messages": [messages], "image": [encoded(picture())]}
     dataset = Dataset.from_dict(rows).cast_column("image", Image())
-    (row,) = prepare(dataset, dataset_limit=1)
+    (row,) = prepare(dataset, dataset_columns={"messages": "messages", "image": "image"})
     question, reply = (message["content"] for message in row["messages"])
     assert [part["type"] for part in question] == ["image", "text"]
     assert [part["text"] for part in reply] == [answer]
 
 
-def test_the_advice_for_true_names_a_string_of_the_column(prepare):
-    dataset = Dataset.from_dict({"ok": ["True", "maybe"], "prompt": ["a", "b"]})
+QUOTED = {
+    "True": (["True", "maybe"], ["True"]),
+    "[true, maybe, null]": (["maybe", "TRUE", None], ["TRUE", "maybe", None]),
+    "no": (["a", "b"], ["a"]),  # none of its strings: another one, since a filter has to keep rows
+    "1e-5": (["2e-5", "1e-5"], ["1e-5"]),
+    "[1_000, x]": (["1000", "x"], ["1000", "x"]),
+    "007": (["07", "7"], ["07"]),
+    "2024-01-01": (["2023-01-01", "2024-01-01"], ["2024-01-01"]),
+}
+"""Values of a filter as they are written, with the strings of a column, and the values to advise."""
+
+
+@pytest.mark.parametrize("text", QUOTED)
+def test_the_advised_filter_of_strings_keeps_rows(text, prepare, tmp_path):
+    strings, advised = QUOTED[text]
+    dataset = Dataset.from_dict({"ok": strings})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"dataset_filter: {{ok: {text}}}\n")
+    with pytest.raises(RecipeError, match="column 'ok' of dataset of mine holds strings, and YAML reads") as caught:
+        prepare(dataset, dataset_filter=read_file(recipe).entries["dataset_filter"].value)
+    recipe.write_text(re.search(r"dataset_filter: \{.*\}", str(caught.value))[0])
+    filters = read_file(recipe).entries["dataset_filter"].value
+    assert filters == {"ok": advised}
+    assert [row["ok"] for row in prepare(dataset, dataset_filter=filters)] == [s for s in strings if s in advised]
+
+
+def test_the_advised_string_may_come_late_in_a_dataset():
+    dataset = Dataset.from_dict({"ok": ["a"] * 2000 + ["True"]})
     with pytest.raises(RecipeError, match=r'dataset_filter: \{ok: \["True"\]\}'):
-        prepare(dataset, dataset_filter={"ok": True})
-    assert prepare(dataset, dataset_filter={"ok": ["True"]}) == [{"ok": "True", "prompt": "a"}]
+        prepare_dataset(dataset, DatasetArguments(dataset_filter={"ok": True}), "of mine")
 
 
 def test_true_and_false_do_not_filter_strings(prepare):

@@ -187,13 +187,19 @@ def test_factors_take_no_memory_after_a_step(tmp_path):
     recorder.begin()
     model(input_ids=torch.arange(3, 19).reshape(2, 8))
     recorder.end()
-    caches = (digest._table, digest._device_table, digest._factors)
-    assert [cache.cache_info().currsize for cache in caches] == [0, 0, 0]
+    digest.hash_of(torch.zeros(2, 2 * digest._KEPT))
+    assert digest._table.cache_info().currsize == 1
+    recorder.begin()
+    recorder.end()
+    assert [cache.cache_info().currsize for cache in (digest._table, digest._device_table)] == [0, 0]
     for count in range(1, 400):
         digest.hash_of(torch.zeros(2, count))
-    assert sum(table.nbytes for table in map(digest._table, [digest._ROWS] * 10, [2**i for i in range(10)])) < 2**14
-    assert digest._table.cache_info().currsize < 40
-    digest.forget_factors()
+    sizes = [2**i for i in range(17)]
+    assert sizes[-1] == digest._KEPT
+    kept = [digest._small_table(base, size).nbytes for base in (digest._ROWS, digest._COLUMNS) for size in sizes]
+    assert sum(kept) < 2**21 + 2**12  # two bases, and tables of powers of 2
+    assert digest._small_table.cache_info().currsize <= len(kept)
+    assert digest._factors.cache_info().maxsize * 8 * digest.BATCHED <= 2**24
 
 
 # ---- processes ----

@@ -2,8 +2,11 @@
 
 import cells
 import pytest
+import torch
 from cells import Cell
+from torch._dynamo.utils import counters
 
+from safe_trainers import SafeGRPOConfig
 from safe_trainers.core.device import detect_device
 
 
@@ -39,6 +42,17 @@ def test_half_trainables_under_the_real_scaler_are_upcast():
     assert "Attempting to unscale FP16 gradients" in (stock.error or "it trained")
     safe = cells.run(Cell("text", "sft", "fp16", "fp16"), safe=True, use_cpu=False)
     assert safe.error is None
+
+
+def test_rollouts_are_recorded_as_cuda_graphs(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "0")  # transformers sets it when it compiles
+    torch._dynamo.reset()
+    counters.clear()
+    cell = Cell("text", "grpo", "bf16", "bf16", lora=True)
+    outcome = cells.run(cell, safe=True, use_cpu=False, config=SafeGRPOConfig, steps=4, compile_decode=True)
+    assert outcome.error is None
+    assert counters["stats"]["unique_graphs"] >= 1
+    torch._dynamo.reset()
 
 
 def test_the_device_says_what_it_is():

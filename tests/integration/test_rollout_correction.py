@@ -267,3 +267,18 @@ def test_without_noise_the_source_of_old_log_probabilities_changes_nothing(old_l
     plain = build(rollout_correction=False, num_iterations=2, steps=4)
     plain.train()
     assert cells.fingerprint(trainer.model) == cells.fingerprint(plain.model)
+
+
+@pytest.mark.parametrize("old_logps", ["scored", "loss"])
+def test_a_second_training_does_not_take_the_policy_for_unchanged(old_logps):
+    """TRL keeps the batch of the first training, while the step is counted from 0 again."""
+    cell = Cell("text", "grpo", "fp32", None)
+    made = cells.arguments(
+        cell, SafeGRPOConfig, 1, old_logps=old_logps, num_iterations=4, steps_per_generation=1, learning_rate=0.05
+    )
+    trainer = SafeGRPOTrainer(**made)
+    trainer.train()
+    trainer.train()
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    assert abs(last["loss"]) > 0.01  # the loss of the scored log-probabilities, which an equal policy would make 0
+    assert last.get("precision/logp_batch_noise", 0.0) == 0.0

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from safe_trainers.core.errors import yaml_value
+from safe_trainers.core.errors import RecipeError, yaml_value
 from safe_trainers.recipes import env as environment
 from safe_trainers.recipes.env import ALLOWED, apply, variables
 from safe_trainers.recipes.schema import Key, convert
+from safe_trainers.recipes.validate import prepare
 from safe_trainers.recipes.yaml_file import MAX_BYTES, read_file
 
 
@@ -206,3 +207,34 @@ def test_an_exponent_without_point_and_sign_is_a_string(text, written):
 def test_written_values_are_read_as_the_same_values(written):
     values = [1e-5, 1e22, 2.5e-7, 0.1, "1e-5", "1E6", "yes", 3]
     assert written(f"a: {yaml_value(values)}\n").entries["a"].value == values
+
+
+@pytest.mark.parametrize("text", ["1e+4193", "-1.5e999", "1.0e+309"])
+def test_no_number_is_read_as_infinite(text, written):
+    read = written(f"a: {text}\nb: {{c: {text}, d: [{text}]}}\ne: .inf\n")
+    assert read.problems == []
+    assert [read.entries[key].value for key in "ab"] == [text, {"c": text, "d": [text]}]
+    assert read.entries["e"].value == float("inf")
+    with pytest.raises(RecipeError, match="learning_rate must be a number, got '"):
+        convert(Key("learning_rate", ("number",)), read.entries["a"].value, text)
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1.5e6", "1e5", "52e4193", "1_000", "1.50", "0x1f", "2024-01-01", "'1e-5'"])
+def test_strings_in_lists_are_as_they_are_written(text, written):
+    read = written(f"several: [{text}, &name {text}, q_proj, *name]\none: {text}\nnumbers: [1e-6, 2]\n")
+    several, one, numbers = read.entries.values()
+    strings, plain = Key("lora_target_modules", ("array",), item="string"), text.strip("'")
+    assert convert(strings, several.value, several.text, several.written) == [plain, plain, "q_proj", plain]
+    assert convert(strings, one.value, one.text, one.written) == [plain]
+    assert convert(Key("weights", ("array",), item="number"), numbers.value, None, numbers.written) == [1e-6, 2.0]
+
+
+def test_a_recipe_passes_on_strings_as_they_are_written(written):
+    written(
+        "model_name_or_path: tiny:llava\ndataset_name: tiny:shapes\nuse_peft: true\nlora_target_modules: [1e-5, q]\n"
+        "learning_rate: 1e-6\nmodel_init_kwargs: {revision: 52e4193, eps: 1e-6}\nrun_name: 1e-5\n"
+    )
+    values = prepare("sft", ["--config", "recipe.yaml"]).values
+    assert values["lora_target_modules"] == ["1e-5", "q"]
+    assert (values["learning_rate"], values["run_name"]) == (1e-6, "1e-5")
+    assert values["model_init_kwargs"] == {"revision": "52e4193", "eps": 1e-6}

@@ -247,6 +247,21 @@ def test_a_model_that_computes_only_under_autocast_is_asked_at_its_first_rollout
     assert ("scoring", "gets position_ids without the padding") in changes(trainer)
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "autocast"])
+def test_hooks_of_observers_do_not_see_that_the_model_is_asked(bf16: bool) -> None:
+    """They count as many forward passes as in stock."""
+    counts = []
+    for safe in (False, True):
+        trainer, seen = text_trainer(safe, "grpo", model=build("gpt2", ABSOLUTE["gpt2"]), bf16=bf16, steps=1), []
+        trainer.model.transformer.h[0].register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        torch.manual_seed(1)
+        trainer.train()
+        counts.append(len(seen))
+    assert counts[0] == counts[1] > 0
+    assert ("scoring", "gets position_ids without the padding") in changes(trainer)
+    assert len(trainer.model.transformer.h[0]._forward_hooks) == 1
+
+
 def test_rotary_models_get_the_inputs_of_stock_and_train_with_its_bits() -> None:
     runs = [text_trainer(safe, "grpo", "llama") for safe in (False, True)]
     for run in runs:

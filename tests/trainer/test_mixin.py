@@ -1,18 +1,28 @@
 """The sandwich on real trainers: when its hooks fire, what they see, and what they leave alone."""
 
+import gc
 import json
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import cells
 import pytest
 import torch
 import trl
+from accelerate import dispatch_model
 from cells import Cell
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+)
 
 from safe_trainers import (
+    CheckpointError,
     ContractError,
     PrecisionBase,
     PrecisionError,
@@ -655,3 +665,26 @@ def test_a_model_is_on_the_device_of_the_run_before_it_is_tried(monkeypatch):
     monkeypatch.setattr(base, "match_operations", lambda *args: order.append("tried"))
     build(GRPO)
     assert order == ["moved", "tried"]
+
+
+def test_a_checkpoint_that_is_refused_leaves_nothing_on_the_model(tmp_path):
+    trainer = build(Cell("llava", "grpo", "bf16", "bf16"))
+    hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in trainer.model.modules()]
+    with pytest.raises(CheckpointError):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
+    assert [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in trainer.model.modules()] == hooks
+
+
+def test_a_dispatched_model_is_freed_with_its_trainer():
+    """accelerate replaces the `forward` of each module by one that refers to the module."""
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"))
+    dispatch_model(model, {"": "cpu"}, force_hooks=True, main_device="cpu")
+    made = cells.arguments(Cell("text", "sft", "fp32", None), cells.SAFE_CONFIG["sft"], 1)
+    made["args"].model_init_kwargs = None
+    tokenizer = AutoTokenizer.from_pretrained(cells.folder("text"))
+    trainer = cells.SAFE["sft"](**made | {"model": model, "processing_class": tokenizer})
+    trainer.train()
+    alive = weakref.ref(model)
+    del trainer, model, made
+    gc.collect()
+    assert alive() is None

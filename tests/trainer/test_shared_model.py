@@ -12,7 +12,7 @@ import cells
 import pytest
 import torch
 import trl
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import safe_trainers
 from safe_trainers import PrecisionError, PrecisionWarning
@@ -332,3 +332,26 @@ def test_evaluations_in_turn_leave_one_entry_of_the_model(tmp_path):
     for trainer in (second, first, second, first):
         evaluated(trainer, model)
     assert [len(trainer.accelerator._models) for trainer in (first, second)] == [1, 1]
+
+
+def test_a_vision_model_trains_after_a_construction_that_failed_late(monkeypatch):
+    """transformers has installed hooks of its own in the sample pass, and installs them once."""
+    cell = cells.Cell("llava", "grpo", "bf16", "bf16")
+
+    def losses(fails):
+        model = AutoModelForImageTextToText.from_pretrained(cells.folder("llava"), dtype=torch.bfloat16)
+        made = {**cells.arguments(cell, cells.PLAIN["grpo"], model_init_kwargs=None), "model": model}
+        if fails:
+            with monkeypatch.context() as patch:
+                patch.setattr(trl.GRPOTrainer, "add_callback", fail)
+                with pytest.raises(RuntimeError, match="after the sample"):
+                    safe_trainers.SafeGRPOTrainer(**made)
+        trainer = safe_trainers.SafeGRPOTrainer(**made)
+        torch.manual_seed(0)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("after the sample")
+
+    assert losses(fails=True) == losses(fails=False)

@@ -1,5 +1,7 @@
 """The captures that construction needs: what they hold, and that each is undone."""
 
+import copy
+import pickle
 import sys
 
 import cells
@@ -168,3 +170,48 @@ def test_a_class_of_a_module_that_was_not_registered_is_built():
     namespace = {"__name__": "a_script_that_was_run"}
     scripted = type("Mine", (SafeSFTTrainer,), {"__module__": namespace["__name__"]})
     assert scripted(**arguments(peft_config=LORA)).model is not None
+
+
+def embedding_hooks(trainer):
+    return len(trainer.model.get_input_embeddings()._forward_hooks)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_rollouts_add_no_hooks_and_in_stock_they_do(task, lora):
+    cell, found, losses = Cell("text", task, "fp32", None, lora=lora), {}, {}
+    for safe in (False, True):
+        for steps in (1, 4):
+            settings = {"gradient_checkpointing": True, "logging_steps": 1}
+            trainer = (cells.SAFE if safe else cells.STOCK)[task](
+                **cells.arguments(cell, cells.PLAIN[task], steps=steps, **settings)
+            )
+            torch.manual_seed(0)
+            trainer.train()
+            found[safe, steps] = embedding_hooks(trainer)
+            losses[safe, steps] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            assert len(losses[safe, steps]) == steps
+    assert found[False, 4] >= found[False, 1] + 3
+    assert found[True, 4] == found[True, 1] > 0
+    assert losses[True, 4] == losses[False, 4]  # and the gradients are the same
+
+
+def test_the_hooks_are_still_removed_by_the_model():
+    trainer = SafeSFTTrainer(**arguments(peft_config=LORA))
+    base = trainer.model.get_base_model()
+    base.enable_input_require_grads()
+    base.enable_input_require_grads()
+    before = embedding_hooks(trainer)
+    base.disable_input_require_grads()
+    assert embedding_hooks(trainer) == before - 1
+
+
+def test_a_model_can_still_be_copied_and_pickled():
+    cell, settings = Cell("text", "sft", "fp32", None), {"gradient_checkpointing": False}
+    trainer = SafeSFTTrainer(**cells.arguments(cell, cells.PLAIN["sft"], **settings))
+    trainer.train()
+    for made in (copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))):
+        made.enable_input_require_grads()
+        made.enable_input_require_grads()
+        assert len(made.get_input_embeddings()._forward_hooks) == 1
+        assert len(trainer.model.get_input_embeddings()._forward_hooks) == 0
