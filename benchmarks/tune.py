@@ -8,6 +8,7 @@ promise. `make bench-tune` writes `benchmarks/results/tune.jsonl` and the page.
 
 import argparse
 import copy
+import fcntl
 import json
 import os
 import subprocess
@@ -258,6 +259,34 @@ def example() -> dict[str, Any]:
     return {"commands": [EXAMPLE], "printed": printed, "result": result}
 
 
+def heading_of(names: tuple[str, ...], before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the heading of the results; `before` is that of rows that are kept whatever they were measured with."""
+    now = measured_with("python benchmarks/tune.py", *PACKAGES, before=before)
+    return {**now, "sequences": SEQUENCES, "length": LENGTH, "models": list(names)}
+
+
+def known_rows(output: Path, heading: dict[str, Any], kept: bool) -> dict[str, Any]:
+    """Returns the rows of a file by family; unless they are `kept`, only those that were measured with the same."""
+    if not output.is_file():
+        return {}
+    before, *rows = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    return {row["family"]: row for row in rows} if kept or before == heading else {}
+
+
+def add(row: dict[str, Any], output: Path, names: tuple[str, ...], kept: bool) -> None:
+    """Adds a row to the results; other processes may add rows of other families to the same file."""
+    folder = os.open(output.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        before = json.loads(output.read_text(encoding="utf-8").splitlines()[0]) if kept and output.is_file() else None
+        heading = heading_of(names, before)
+        rows = known_rows(output, heading, kept) | {row["family"]: row}
+        lines = [heading, *(rows[name] for name in names if name in rows)]
+        output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    finally:
+        os.close(folder)
+
+
 def main() -> None:
     """Measures the families that have no result of this package and these versions, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -268,27 +297,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    now = measured_with("python benchmarks/tune.py", *PACKAGES)
-    known: dict[str, Any] = {}
-    if options.output.is_file():
-        before, *rows = map(json.loads, options.output.read_text(encoding="utf-8").splitlines())
-        if options.only or options.budgets:
-            now = measured_with(now["command"], *PACKAGES, before=before)
-        if {key: before.get(key) for key in now} == now or options.only or options.budgets:
-            known = {row["family"]: row for row in rows}
     names = (*families.FAMILIES, BYTE)
-    chosen = options.only.split(",") if options.only else [name for name in names if name not in known]
-    heading = {
-        **now,
-        "sequences": SEQUENCES,
-        "length": LENGTH,
-        "models": list(names),
-    }
-    for name in chosen:
-        promised = known.get(name, {}).get("promise") if options.budgets else None
-        known[name] = row = measure(name, options.steps, promised)
-        lines = [heading, *(known[other] for other in names if other in known)]
-        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    kept = bool(options.only or options.budgets)
+    promises = known_rows(options.output, heading_of(names), kept) if options.budgets else {}
+    for name in options.only.split(",") if options.only else names:
+        if not kept and name in known_rows(options.output, heading_of(names), kept):
+            continue
+        row = measure(name, options.steps, promises.get(name, {}).get("promise"))
+        add(row, options.output, names, kept)
         print(name, row.get("reason") or summary(row), file=sys.stderr, flush=True)
     if not options.only:
         shown = json.dumps(example(), indent=1) + "\n"
