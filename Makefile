@@ -145,11 +145,9 @@ bench-half-rl: $(VLLM)/.installed setup ## train with vLLM in bf16, fp16 and fp3
 	@$(VLLM)/bin/python benchmarks/fp16_rl.py --again
 	@$(BIN)/python tools/build_docs.py
 
-# The longest first, for `make --jobs 2 bench-all`.
-BENCHMARKS := bench bench-experts bench-tune bench-checks bench-tiny bench-matrix bench-mismatch bench-not-finite \
-	bench-growth bench-metrics bench-diff bench-trainers
-
-bench-all: $(BENCHMARKS) ## run all benchmarks that need no vLLM, and write their pages (6 hours of one core)
+# It can be interrupted: the next time, it runs those whose results are not of the present package. `make --jobs 2` runs two.
+bench-all: setup ## run the benchmarks that need no vLLM and are not of the present package, and write their pages (6 hours)
+	@left=$$($(BIN)/python benchmarks/provenance.py --left) && { test -z "$$left" || $(MAKE) --no-print-directory $$left; }
 	@$(BIN)/python tools/build_docs.py
 	@$(BIN)/python benchmarks/provenance.py
 

@@ -260,6 +260,7 @@ def write(part: str, measured: Any) -> None:
     before = read()
     content = before | {
         **measured_with("make bench-experts", "torch", "trl", "transformers", before=before or None),
+        "parts": list(PARTS),
         "training": TRAINING,
         "least": ROWS,
         "most": MOST_ROWS,

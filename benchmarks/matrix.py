@@ -159,6 +159,7 @@ def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]
         rows = []
     heading = {
         **now,
+        "rows": len(cells),
         **({"absent": absent} if (absent := absent_families()) else {}),
     }
     found = {row["id"]: row for row in rows}

@@ -1,21 +1,38 @@
 """States what a file of results was measured with.
 
-python benchmarks/provenance.py    # prints which committed results were measured on the package as it is
+python benchmarks/provenance.py           # prints which results were measured on the package as it is
+python benchmarks/provenance.py --left    # prints the `make` targets of `make bench-all` whose results were not
 """
 
+import argparse
 import hashlib
 import json
 import os
 import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+TARGETS = {
+    "bench": "cost.json",
+    "bench-experts": "experts.json",
+    "bench-tune": "tune.jsonl",
+    "bench-checks": "bench.json",
+    "bench-tiny": "tiny_task.json",
+    "bench-matrix": "matrix.jsonl",
+    "bench-mismatch": "mismatch.json",
+    "bench-not-finite": "not_finite.jsonl",
+    "bench-growth": "growth.json",
+    "bench-metrics": "metric_runs.json",
+    "bench-diff": "diff_faults.json",
+    "bench-trainers": "trainers.json",
+}
+"""The targets of `make bench-all` and their results, the longest first for `make --jobs 2 bench-all`."""
 SEVERAL = "several"
 """The package of results that were measured in parts, on different states of the package."""
 SEVERAL_MACHINES = "several machines"
@@ -68,28 +85,60 @@ def package_state() -> str:
     return found.hexdigest()[:12]
 
 
-def states() -> dict[str, str | None]:
-    """Returns the state of the package in each committed file of results; `None` if the file has none."""
-    return {file.name: state_of(file) for file in sorted(RESULTS.glob("*.json*"))}
-
-
-def state_of(file: Path) -> str | None:
-    """Returns the state of the package on which a file of results was measured; `None` if the file has none.
+def heading(file: Path) -> dict[str, Any]:
+    """Returns what a file of results was measured with, as far as the file says it.
 
     Args:
         file: A JSON file, or JSON lines with the heading first.
     """
     text = file.read_text(encoding="utf-8")
-    content = json.loads(text.splitlines()[0] if file.suffix == ".jsonl" else text)
-    return content.get("package")
+    found: dict[str, Any] = json.loads(text.splitlines()[0] if file.suffix == ".jsonl" else text)
+    return found
+
+
+def is_present(file: Path) -> bool:
+    """Returns whether a file has all results, of the present package and of the installed versions."""
+    if not file.is_file():
+        return False
+    found = heading(file)
+    same = found.get("package") == package_state() and all(
+        number == _installed(name) for name, number in found.get("versions", {}).items()
+    )
+    return same and _is_complete(file, found)
+
+
+def _is_complete(file: Path, found: Mapping[str, Any]) -> bool:
+    """Whether a file that is written in parts has all rows, models or parts that its heading announces."""
+    if file.suffix == ".jsonl":
+        rows = len(file.read_text(encoding="utf-8").splitlines()) - 1
+        return rows == (len(found["models"]) if "models" in found else found.get("rows", rows))
+    return all(part in found for part in found.get("parts", ()))
+
+
+def left(results: Path = RESULTS) -> list[str]:
+    """Returns the targets of `make bench-all` whose results are not those of the present package."""
+    return [target for target, name in TARGETS.items() if not is_present(results / name)]
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def main() -> None:
-    """Prints a line for each file."""
+    """Prints a line for each file, or the targets that are left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--left", action="store_true", help="print the targets whose results are not of the package")
+    if parser.parse_args().left:
+        print(*left())
+        return
     now = package_state()
     print(f"the package is {now}")
-    for name, state in states().items():
-        print(f"{'same' if state == now else 'other':5}  {name}  {state or 'not recorded'}")
+    for file in sorted(RESULTS.glob("*.json*")):
+        state = heading(file).get("package")
+        print(f"{'same' if state == now else 'other':5}  {file.name}  {state or 'not recorded'}")
 
 
 if __name__ == "__main__":

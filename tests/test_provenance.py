@@ -1,0 +1,75 @@
+"""`make bench-all` measures what was not measured on the present package, and nothing twice."""
+
+import json
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import benchmark_modules
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def provenance(monkeypatch):
+    return benchmark_modules.load(monkeypatch, "provenance")
+
+
+@pytest.fixture
+def measured(provenance, tmp_path):
+    """Results of the present package for each target; a function that changes the heading of one of them."""
+    heading = {"package": provenance.package_state(), "versions": {"torch": version("torch")}}
+
+    def write(name, rows=(), /, **changes):
+        lines = [json.dumps({**heading, **changes}), *map(json.dumps, rows)]
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+
+    for name in provenance.TARGETS.values():
+        write(name)
+    return write
+
+
+def test_nothing_is_left_after_all_was_measured(provenance, measured, tmp_path):
+    assert provenance.left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "changes"),
+    [
+        ("cost.json", (), {"package": "0123456789ab"}),
+        ("cost.json", (), {"package": "several"}),
+        ("cost.json", (), {"versions": {"torch": "0.1"}}),
+        ("cost.json", (), {"versions": {"a-package-that-is-not-installed": "0.1"}}),
+        ("experts.json", (), {"parts": ["families", "cost"], "families": []}),
+        ("matrix.jsonl", [{}], {"rows": 2}),
+        ("tune.jsonl", [{}], {"models": ["llava", "aria"]}),
+    ],
+)
+def test_results_of_another_package_or_in_part_are_left(provenance, measured, tmp_path, name, rows, changes):
+    measured(name, rows, **changes)
+    assert [provenance.TARGETS[target] for target in provenance.left(tmp_path)] == [name]
+
+
+def test_missing_results_are_left(provenance, measured, tmp_path):
+    (tmp_path / "growth.json").unlink()
+    assert provenance.left(tmp_path) == ["bench-growth"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "changes"),
+    [
+        ("experts.json", (), {"parts": ["families"], "families": []}),
+        ("matrix.jsonl", [{}, {}], {"rows": 2}),
+        ("tune.jsonl", [{}, {}], {"models": ["llava", "aria"]}),
+    ],
+)
+def test_complete_results_are_not_left(provenance, measured, tmp_path, name, rows, changes):
+    measured(name, rows, **changes)
+    assert provenance.left(tmp_path) == []
+
+
+def test_each_target_is_one_of_make(provenance):
+    rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(provenance.TARGETS) <= set(rules)
