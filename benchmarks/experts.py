@@ -223,7 +223,8 @@ def cost(steps: int, pairs: int) -> dict[str, Any]:
     seen = [off / plain for off, plain in zip(seconds["off"], seconds["no metrics"], strict=True)]
     return {
         "seconds": middle, "ratio": statistics.median(ratios), "ratios": sorted(ratios),
-        "seen": statistics.median(seen), "bytes_per_token": nbytes, "steps": steps, "pairs": pairs,
+        "seen": statistics.median(seen), "all_seen": sorted(seen),
+        "bytes_per_token": nbytes, "steps": steps, "pairs": pairs,
     }  # fmt: skip
 
 
