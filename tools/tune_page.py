@@ -83,13 +83,6 @@ def measured() -> str:
         verdicts = [verdict(row["rules"][rule]) for row in rounded if rule in row["rules"]]
         counts = [str(verdicts.count(kind)) for kind in ("better", "fewer bytes", "equal", "worse")]
         lines.append(f"| {rule} | {' | '.join(counts)} |")
-    better = [found for row in rounded for found in row["rules"].values() if verdict(found) == "better"]
-    lines += [
-        "",
-        f"In {sum(map(is_clear, better))} of the {len(better)} cases in which the tuned set is better, the "
-        "difference is above two standard errors.",
-        "Each search ran once.",
-    ]
     apart = [row["family"] for row in compared if not_rounding(row)]
     if apart:
         lines += [
@@ -127,12 +120,16 @@ def results_page() -> str:
     """Returns `tune_results.md`."""
     _, found = read_rows(RESULTS / "tune.jsonl")
     done = [row for row in found if "reason" not in row]
+    rounded = [row for row in done if "rules" in row and not not_rounding(row)]
+    better = [found for row in rounded for found in row["rules"].values() if verdict(found) == "better"]
     return "\n".join(
         [
             "# Precision search by model",
             "",
             "The results of `safe-trainers tune` in [each model](tune.md#measured): the mean mismatch on held-out",
-            "prompts, in millionths of a nat, and the promise with two standard errors.",
+            "prompts, in millionths of a nat, and the promise with two standard errors. Each search ran once.",
+            f"In {sum(map(is_clear, better))} of the {len(better)} cases in which the tuned set is better than a rule, "
+            "the difference is above two standard errors.",
             "",
             "| model | half precision | head only | tuned, at its bytes | last layer | tuned, at its bytes "
             "| lines of `tune` | promise | run |",
