@@ -128,7 +128,7 @@ def results_page() -> str:
             "",
             "The results of `safe-trainers tune` in [each model](tune.md#measured): the mean mismatch on held-out",
             "prompts, in millionths of a nat, and the promise with two standard errors. Each search ran once.",
-            f"In {sum(map(is_clear, better))} of the {len(better)} cases in which the tuned set is better than a rule, "
+            f"In {sum(map(is_clear, better))} of the {len(better)} cases in which the tuned set is better, "
             "the difference is above two standard errors.",
             "",
             "| model | half precision | head only | tuned, at its bytes | last layer | tuned, at its bytes "
