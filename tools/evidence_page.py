@@ -177,8 +177,8 @@ def page() -> str:
         "Combinations that TRL cannot train in any precision are not included.",
         "",
         "*Made from `benchmarks/results/` by `make docs`; `make bench-all` measures again all but families, curves "
-        "and vLLM, and "
-        "`python benchmarks/provenance.py` prints which results are of the present package. "
+        "and vLLM; "
+        "`benchmarks/provenance.py` prints which are of the present package. "
         f"`{heading['command']}`; {versions_of(heading)}; {heading['machine']}.*",
     ]
     return "\n".join(lines) + "\n"
