@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import quiet  # noqa: F401  (sets the environment)
-from provenance import measured_with
+from provenance import measured_with, read_results
 
 
 RESULT = Path(__file__).parent / "results" / "every_family.jsonl"
@@ -287,14 +287,6 @@ def versions() -> dict[str, str]:
     return {package: version(package) for package in PACKAGES}
 
 
-def read(file: Path = RESULT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Reads the heading and the rows of a results file; both are empty if there is no file."""
-    if not file.is_file():
-        return {}, []
-    heading, *rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return heading, rows
-
-
 def run_family(family: str, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Measures a family in a process of its own, with limits of time and memory.
 
@@ -369,7 +361,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
 
-    heading, rows = read()
+    heading, rows = read_results(RESULT)
     known = {row["family"]: row for row in rows} if heading.get("versions") == versions() and not options.again else {}
     if options.only:
         names = options.only.split(",")

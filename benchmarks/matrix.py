@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import quiet  # noqa: F401  (sets the environment)
-from provenance import measured_with
+from provenance import measured_with, read_results
 from rich.console import Console
 from rich.table import Table
 
@@ -134,14 +134,6 @@ def absent_families() -> dict[str, str]:
     return {family: why for family in families.FAMILIES if (why := why_absent(family))}
 
 
-def read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Reads the heading and the rows of a results file; both are empty if there is no file."""
-    if not file.is_file():
-        return {}, []
-    heading, *rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return heading, rows
-
-
 def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]:
     """Runs the cells that are not in the file yet; the file is complete after every cell.
 
@@ -153,7 +145,7 @@ def measure(cells: Sequence[Any], file: Path, jobs: int) -> list[dict[str, Any]]
     Returns:
         A row for each cell.
     """
-    heading, rows = read(file)
+    heading, rows = read_results(file)
     now = measured_with("python benchmarks/matrix.py", *PACKAGES)
     if {key: heading.get(key) for key in now} != now:
         rows = []
@@ -273,7 +265,7 @@ def main() -> int:
     out = options.out or (EVERY if options.all else RESULT)
     rows = measure(cells, out, options.jobs)
     if options.all:
-        content = json.dumps(counted(rows, read(out)[0]), indent=1)
+        content = json.dumps(counted(rows, read_results(out)[0]), indent=1)
         out.with_suffix(".json").write_text(content + "\n", encoding="utf-8")
     Console().print(summary(rows))
     problems = bad(rows)

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -85,34 +85,33 @@ def package_state() -> str:
     return found.hexdigest()[:12]
 
 
-def heading(file: Path) -> dict[str, Any]:
-    """Returns what a file of results was measured with, as far as the file says it.
+def read_results(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns what a file of results was measured with, and its rows; both are empty if there is no file.
 
     Args:
-        file: A JSON file, or JSON lines with the heading first.
+        file: JSON lines with the heading first, or a JSON file, whose content is the heading.
     """
+    if not file.is_file():
+        return {}, []
     text = file.read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text.splitlines()[0] if file.suffix == ".jsonl" else text)
-    return found
+    heading, *rows = map(json.loads, text.splitlines() if file.suffix == ".jsonl" else [text])
+    return heading, rows
 
 
 def is_present(file: Path) -> bool:
     """Returns whether a file has all results, of the present package and of the installed versions."""
-    if not file.is_file():
-        return False
-    found = heading(file)
-    same = found.get("package") == package_state() and all(
-        number == _installed(name) for name, number in found.get("versions", {}).items()
+    heading, rows = read_results(file)
+    same = heading.get("package") == package_state() and all(
+        number == _installed(name) for name, number in heading.get("versions", {}).items()
     )
-    return same and _is_complete(file, found)
+    return same and _is_complete(file, heading, rows)
 
 
-def _is_complete(file: Path, found: Mapping[str, Any]) -> bool:
+def _is_complete(file: Path, heading: Mapping[str, Any], rows: Sequence[Any]) -> bool:
     """Whether a file that is written in parts has all rows, models or parts that its heading announces."""
     if file.suffix == ".jsonl":
-        rows = len(file.read_text(encoding="utf-8").splitlines()) - 1
-        return rows == (len(found["models"]) if "models" in found else found.get("rows", rows))
-    return all(part in found for part in found.get("parts", ()))
+        return len(rows) == (len(heading["models"]) if "models" in heading else heading.get("rows", len(rows)))
+    return all(part in heading for part in heading.get("parts", ()))
 
 
 def left(results: Path = RESULTS) -> list[str]:
@@ -137,7 +136,7 @@ def main() -> None:
     now = package_state()
     print(f"the package is {now}")
     for file in sorted(RESULTS.glob("*.json*")):
-        state = heading(file).get("package")
+        state = read_results(file)[0].get("package")
         print(f"{'same' if state == now else 'other':5}  {file.name}  {state or 'not recorded'}")
 
 

@@ -30,7 +30,7 @@ import families
 import torch
 from mismatch import build as byte_model
 from mismatch import learn
-from provenance import measured_with
+from provenance import measured_with, read_results
 from transformers import ByT5Tokenizer, PrinterCallback
 
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
@@ -267,9 +267,7 @@ def heading_of(names: tuple[str, ...], before: dict[str, Any] | None = None) -> 
 
 def known_rows(output: Path, heading: dict[str, Any], kept: bool) -> dict[str, Any]:
     """Returns the rows of a file by family; unless they are `kept`, only those that were measured with the same."""
-    if not output.is_file():
-        return {}
-    before, *rows = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    before, rows = read_results(output)
     return {row["family"]: row for row in rows} if kept or before == heading else {}
 
 
@@ -278,8 +276,7 @@ def add(row: dict[str, Any], output: Path, names: tuple[str, ...], kept: bool) -
     folder = os.open(output.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        before = json.loads(output.read_text(encoding="utf-8").splitlines()[0]) if kept and output.is_file() else None
-        heading = heading_of(names, before)
+        heading = heading_of(names, (read_results(output)[0] or None) if kept else None)
         rows = known_rows(output, heading, kept) | {row["family"]: row}
         lines = [heading, *(rows[name] for name in names if name in rows)]
         output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

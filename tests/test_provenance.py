@@ -44,6 +44,7 @@ def test_nothing_is_left_after_all_was_measured(provenance, measured, tmp_path):
         ("cost.json", (), {"versions": {"a-package-that-is-not-installed": "0.1"}}),
         ("experts.json", (), {"parts": ["families", "cost"], "families": []}),
         ("matrix.jsonl", [{}], {"rows": 2}),
+        ("matrix.jsonl", [], {"rows": 2}),
         ("tune.jsonl", [{}], {"models": ["llava", "aria"]}),
     ],
 )
@@ -73,3 +74,24 @@ def test_complete_results_are_not_left(provenance, measured, tmp_path, name, row
 def test_each_target_is_one_of_make(provenance):
     rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(provenance.TARGETS) <= set(rules)
+
+
+def test_families_that_two_processes_measure_are_in_one_file(monkeypatch, tmp_path):
+    tune, names = benchmark_modules.load(monkeypatch, "tune"), ("llava", "aria", "text")
+    output = tmp_path / "tune.jsonl"
+    output.write_text('{"package": "0123456789ab"}\n{"family": "text"}\n', encoding="utf-8")
+    for family in ("aria", "llava"):  # in any order
+        tune.add({"family": family}, output, names, kept=False)
+    heading, *rows = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    assert heading == tune.heading_of(names)
+    assert rows == [{"family": "llava"}, {"family": "aria"}]  # the one of another package is gone
+
+
+def test_rows_of_another_package_are_kept_for_a_part(monkeypatch, tmp_path):
+    tune, names = benchmark_modules.load(monkeypatch, "tune"), ("llava", "text")
+    output = tmp_path / "tune.jsonl"
+    output.write_text('{"package": "0123456789ab"}\n{"family": "text"}\n', encoding="utf-8")
+    tune.add({"family": "llava"}, output, names, kept=True)
+    heading, *rows = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    assert heading["package"] == "several"
+    assert rows == [{"family": "llava"}, {"family": "text"}]
