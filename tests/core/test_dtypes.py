@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_trainers.core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, SHORT, from_torch, parse_dtype, to_torch
+from safe_trainers.core.dtypes import AUTO, BFLOAT16, FLOAT16, FLOAT32, from_torch, parse_dtype, to_torch
 from safe_trainers.core.errors import PrecisionError
 
 
@@ -14,6 +14,15 @@ SPELLINGS = {
     "bfloat16": ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16),
     "float16": ("fp16", "float16", "torch.float16", torch.float16),
 }
+OTHERS = {
+    "half": FLOAT16,
+    "torch.half": FLOAT16,
+    "16-mixed": FLOAT16,
+    "bf16-mixed": BFLOAT16,
+    "32-true": FLOAT32,
+    torch.half: FLOAT16,
+}
+"""Spellings of PyTorch and Lightning."""
 
 
 @pytest.mark.parametrize(("name", "spelling"), [(name, s) for name, all_ in SPELLINGS.items() for s in all_])
@@ -29,10 +38,7 @@ def test_auto_is_itself_or_refused():
         parse_dtype("auto", allow_auto=False)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [("half", FLOAT16), ("16-mixed", FLOAT16), ("bf16-mixed", BFLOAT16), ("32-true", FLOAT32), (torch.half, FLOAT16)],
-)
+@pytest.mark.parametrize(("value", "expected"), OTHERS.items())
 def test_spellings_of_other_projects_mean_what_they_mean_there(value, expected):
     assert parse_dtype(value) == expected
 
@@ -60,11 +66,13 @@ def test_the_error_says_what_was_passed_and_the_nearest_spelling():
     )
 
 
-@given(st.text(max_size=12))
+MEANINGS = {s: name for name, all_ in SPELLINGS.items() for s in all_} | OTHERS | {AUTO: AUTO}
+
+
+@given(st.text(max_size=12) | st.sampled_from([s for s in MEANINGS if isinstance(s, str)]))
 def test_no_spelling_falls_back_to_another_dtype(text):
-    accepted = {s for all_ in SPELLINGS.values() for s in all_ if isinstance(s, str)} | {AUTO}
-    if text in accepted:
-        assert parse_dtype(text) in {*SHORT, AUTO}
+    if text in MEANINGS:
+        assert parse_dtype(text) == MEANINGS[text]
     else:
         with pytest.raises(PrecisionError):
             parse_dtype(text)
