@@ -1,9 +1,11 @@
 """Results state the package that they were measured on, and results of another one are not taken for its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import benchmark_modules
@@ -47,11 +49,91 @@ def test_the_memory_of_a_process_is_its_own(provenance):
     assert float(done.stdout) < 2**27 < provenance.peak_resident()  # this process has imported torch
 
 
-def test_the_state_is_read_from_json_and_from_json_lines(provenance, tmp_path):
-    heading = {"command": "a command", "package": "0123456789ab"}
-    lines, whole, none = (tmp_path / name for name in ("rows.jsonl", "whole.json", "none.json"))
-    lines.write_text(json.dumps(heading) + "\n" + json.dumps({"row": 1}) + "\n")
+def test_results_are_read_from_json_and_from_json_lines(provenance, tmp_path):
+    heading, row = {"command": "a command", "package": "0123456789ab"}, {"row": 1}
+    lines, whole = tmp_path / "rows.jsonl", tmp_path / "whole.json"
+    lines.write_text(json.dumps(heading) + "\n" + json.dumps(row) + "\n")
     whole.write_text(json.dumps(heading, indent=1))
-    none.write_text("{}")
-    assert [provenance.state_of(file) for file in (lines, whole, none)] == ["0123456789ab"] * 2 + [None]
-    assert set(provenance.states()) == {file.name for file in (ROOT / "benchmarks" / "results").glob("*.json*")}
+    assert provenance.read_results(lines) == (heading, [row])
+    assert provenance.read_results(whole) == (heading, [])
+    assert provenance.read_results(tmp_path / "none.json") == ({}, [])
+
+
+@pytest.fixture
+def measured(provenance, tmp_path):
+    """Results of the present package for each target; a function that changes the heading of one of them."""
+    heading = {"package": provenance.package_state(), "versions": {"torch": version("torch")}}
+
+    def write(name, rows=(), /, **changes):
+        lines = [json.dumps({**heading, **changes}), *map(json.dumps, rows)]
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+
+    for name in provenance.TARGETS.values():
+        write(name)
+    return write
+
+
+def test_nothing_is_left_after_all_was_measured(provenance, measured, tmp_path):
+    assert provenance.left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "changes"),
+    [
+        ("cost.json", (), {"package": "0123456789ab"}),
+        ("cost.json", (), {"package": "several"}),
+        ("cost.json", (), {"versions": {"torch": "0.1"}}),
+        ("cost.json", (), {"versions": {"a-package-that-is-not-installed": "0.1"}}),
+        ("experts.json", (), {"parts": ["families", "cost"], "families": []}),
+        ("matrix.jsonl", [{}], {"rows": 2}),
+        ("matrix.jsonl", [], {"rows": 2}),
+        ("tune.jsonl", [{}], {"models": ["llava", "aria"]}),
+    ],
+)
+def test_results_of_another_package_or_in_part_are_left(provenance, measured, tmp_path, name, rows, changes):
+    measured(name, rows, **changes)
+    assert [provenance.TARGETS[target] for target in provenance.left(tmp_path)] == [name]
+
+
+def test_missing_results_are_left(provenance, measured, tmp_path):
+    (tmp_path / "growth.json").unlink()
+    assert provenance.left(tmp_path) == ["bench-growth"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "changes"),
+    [
+        ("experts.json", (), {"parts": ["families"], "families": []}),
+        ("matrix.jsonl", [{}, {}], {"rows": 2}),
+        ("tune.jsonl", [{}, {}], {"models": ["llava", "aria"]}),
+    ],
+)
+def test_complete_results_are_not_left(provenance, measured, tmp_path, name, rows, changes):
+    measured(name, rows, **changes)
+    assert provenance.left(tmp_path) == []
+
+
+def test_each_target_is_one_of_make(provenance):
+    rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(provenance.TARGETS) <= set(rules)
+
+
+def test_families_that_two_processes_measure_are_in_one_file(monkeypatch, tmp_path):
+    tune, names = benchmark_modules.load(monkeypatch, "tune"), ("llava", "aria", "text")
+    output = tmp_path / "tune.jsonl"
+    output.write_text('{"package": "0123456789ab"}\n{"family": "text"}\n', encoding="utf-8")
+    for family in ("aria", "llava"):  # in any order
+        tune.add({"family": family}, output, names, kept=False)
+    heading, *rows = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    assert heading == tune.heading_of(names)
+    assert rows == [{"family": "llava"}, {"family": "aria"}]  # the one of another package is gone
+
+
+def test_rows_of_another_package_are_kept_for_a_part(monkeypatch, tmp_path):
+    tune, names = benchmark_modules.load(monkeypatch, "tune"), ("llava", "text")
+    output = tmp_path / "tune.jsonl"
+    output.write_text('{"package": "0123456789ab"}\n{"family": "text"}\n', encoding="utf-8")
+    tune.add({"family": "llava"}, output, names, kept=True)
+    heading, *rows = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    assert heading["package"] == "several"
+    assert rows == [{"family": "llava"}, {"family": "text"}]
