@@ -83,11 +83,9 @@ def page() -> str:
                 f"9 to 35 ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, "
                 f"{min(more['grpo']):.1f} to",
                 f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest size of "
-                f"each "
-                "series the ratio is",
+                "each series the ratio is",
                 f"{min(large):.2f} to {max(large):.2f}, and in the rollouts below {min(rolled):.2f} to "
-                f"{max(rolled):.2f}. "
-                f"Buffered images and audio take {max(media):.1f} of the bytes.",
+                f"{max(rolled):.2f}. Buffered images and audio take {max(media):.1f} of the bytes.",
                 "",
                 *figures.embed(
                     "cost.svg",
@@ -147,8 +145,7 @@ def page() -> str:
                 "The package's own work was measured up to 100,000 tensors and 1,000 images. Operations grow at "
                 "most linearly; the",
                 f"largest exponent of a measured time is {steepest:.2f}. [Growth](growth.md) has each part; a model "
-                f"of 7 billion "
-                "parameters with LoRA has",
+                "of 7 billion parameters with LoRA has",
                 "about 700 tensors.",
                 "",
                 "[All tables](cost_tables.md). These are times of CPUs; [on a GPU](gpu.md) has those of GPUs.",

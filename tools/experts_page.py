@@ -190,8 +190,7 @@ def _summary(rows: list[Row]) -> list[str]:
         f"{len(flipped)} the mean with replay is at most 1.2 times that of the tokens without a flip. The largest "
         f"mismatch falls to a tenth or less in {tenfold}; the median of the ratios is "
         f"{statistics.median(ratios):.1f}, the smallest {min(ratios):.1f} and the largest {max(ratios):.1f}. Where "
-        f"the "
-        "ratio is small, the largest mismatch was not at a flipped token."
+        "the ratio is small, the largest mismatch was not at a flipped token."
     )
     return _filled(text)
 

@@ -40,7 +40,7 @@ def growth_page() -> str:
         "# Growth with tensors and images",
         "",
         f"{verdict}; the largest exponent of a measured time or memory over size is {steepest:.2f}. Each row was "
-        f"measured at",
+        "measured at",
         "five sizes. *constant* and *fixed* are fitted to fixed + constant x size by relative error. *exponent* is",
         "the slope of the logarithms; it is below 1 if the fixed part is significant. Memory is the peak during the",
         "work, without the memory in use before it.",

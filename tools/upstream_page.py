@@ -37,7 +37,7 @@ def upstream_page() -> str:
         "# Faults upstream",
         "",
         f"{len(found)} scripts of at most 60 lines, each of one fault of the newest or of older releases that this "
-        f"package",
+        "package",
         "works around.",
         f"They import nothing of this package, so that they can be pasted into a report. {faults} of them print "
         "`FAULT` with",
