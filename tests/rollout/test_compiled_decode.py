@@ -185,6 +185,18 @@ def test_the_hooks_of_gradient_checkpointing_are_back_after_a_compiled_rollout(m
     assert losses(trainer) == losses(plain)
 
 
+def test_input_gradients_that_the_user_has_enabled_stay_enabled():
+    """Without gradient checkpointing, TRL does not enable them again after a rollout."""
+    cell = Cell("text", "grpo", "fp32", None, lora=True)
+    changes = settings(compile_decode=True, gradient_checkpointing=False)
+    arguments = cells.arguments(cell, SafeGRPOConfig, steps=3, **changes)
+    trainer = recording(trl.GRPOTrainer)(**{**arguments, "callbacks": [watched := Watched()]})
+    trainer.model.enable_input_require_grads()
+    trainer.train()
+    assert watched.graphs[1] >= 1
+    assert len(trainer.model.get_input_embeddings()._forward_hooks) == 1
+
+
 def test_a_device_that_transformers_does_not_compile_for_is_named():
     cell = Cell("text", "grpo", "fp32", None)
     changes = settings(generation_kwargs={"min_new_tokens": TOKENS}, compile_decode=True)
