@@ -170,6 +170,20 @@ def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> i
 
 
 def _train(options: argparse.Namespace, checked: "Checked", command: str) -> int:
+    status = _run(options, checked, command)
+    _close_process_groups()
+    return status
+
+
+def _close_process_groups() -> None:
+    """Ends torch's communication threads: one that frees a tensor while Python ends aborts the process."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _run(options: argparse.Namespace, checked: "Checked", command: str) -> int:
     from .phases import show_phase
 
     show_phase("importing torch, transformers and TRL")

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import benchmark_modules
+import grimp
 import pytest
 
 
@@ -31,6 +32,18 @@ def test_the_state_follows_the_python_files_of_the_package(provenance, monkeypat
     assert changed != before
     file.rename(file.with_name("other.py"))
     assert provenance.package_state() not in (before, changed)
+
+
+def test_what_starts_processes_is_not_in_the_state_and_no_trainer_imports_it(provenance, monkeypatch, tmp_path):
+    before = provenance.package_state()
+    shutil.copytree(ROOT / "safe_trainers", tmp_path / "safe_trainers", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    graph = grimp.build_graph("safe_trainers", cache_dir=None)
+    left_out = {name.removesuffix(".py").replace("/", "."): name for name in provenance.STARTS_PROCESSES}
+    for module, name in left_out.items():
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
+        assert graph.find_downstream_modules(module) <= set(left_out)
+    assert provenance.package_state() == before
 
 
 def test_results_measured_in_parts_on_two_states_say_so(provenance):
