@@ -67,10 +67,10 @@ def test_a_process_that_frees_a_tensor_at_its_end_is_aborted_unless_its_groups_a
 def test_a_training_command_closes_its_groups(tmp_path, options):
     (tmp_path / "sitecustomize.py").write_text(REPORTS)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    command = [sys.executable, "-m", "safe_trainers.cli", "reward", "--config", "recipe.yaml", "--num_processes", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "safe_trainers.cli", "reward", "--config", "recipe.yaml", "--num_processes", "2", *options],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert {path.name: path.read_text() for path in tmp_path.glob("open-*")} == {"open-0": "False", "open-1": "False"}
