@@ -209,7 +209,7 @@ def main() -> None:
             print(row)
             assert row["largest_bytes"] <= MOST_BYTES
     content = {
-        **measured_with("python benchmarks/diff_faults.py", "torch", "trl", "transformers"),
+        **measured_with("python benchmarks/diff_faults.py", "torch", "trl", "transformers", records=True),
         "faults": rows,
         "held_out": held_out,
         "clean": clean,

@@ -55,22 +55,26 @@ def half_of_them(completions: list[str], **_: Any) -> list[float | None]:
 
 @torch.no_grad()
 def continuations(
-    model: LlamaForCausalLM, begin: torch.Tensor, temperature: float
+    model: LlamaForCausalLM, begin: torch.Tensor, temperature: float, returned: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples TOKENS tokens, and returns them with their log-probabilities, (B, TOKENS) each."""
+    """Samples TOKENS tokens, and returns them with log-probabilities of a temperature, (B, TOKENS) each."""
     ids, logps, past = begin, [], None
     for _ in range(TOKENS):
         out = model(input_ids=ids if past is None else ids[:, -1:], past_key_values=past, use_cache=True)
         past = out.past_key_values
-        scores = (out.logits[:, -1].float() / temperature).log_softmax(-1)  # (B, V)
-        token = torch.multinomial(scores.exp(), 1)  # (B, 1)
-        logps.append(scores.gather(1, token))
+        logits = out.logits[:, -1].float()  # (B, V)
+        token = torch.multinomial((logits / temperature).softmax(-1), 1)  # (B, 1)
+        logps.append((logits / returned).log_softmax(-1).gather(1, token))
         ids = torch.cat([ids, token], dim=1)
     return ids[:, begin.shape[1] :], torch.cat(logps, dim=1)
 
 
 def sampler(
-    dtype: torch.dtype | None = None, temperature: float = 1.0, every: int = 1, unknown: int = 0
+    dtype: torch.dtype | None = None,
+    temperature: float = 1.0,
+    every: int = 1,
+    unknown: int = 0,
+    returned: float | None = None,
 ) -> Callable[..., Any]:
     """Returns a `rollout_func`.
 
@@ -79,6 +83,7 @@ def sampler(
         temperature: The temperature that the sampler divides by.
         every: Rollouts between two copies of the weights.
         unknown: Number of tokens at the end of each completion whose log-probability is not returned (NaN).
+        returned: The temperature of the returned log-probabilities; by default that of the sampler.
     """
     kept: dict[str, Any] = {"age": 0}
 
@@ -90,7 +95,7 @@ def sampler(
                 parameter.data = parameter.data.to(dtype or parameter.dtype)
         kept["age"] += 1
         begin = prompts(BEGIN)[[int(prompt) for prompt in asked]]
-        tokens, logps = continuations(kept["copy"], begin, temperature)
+        tokens, logps = continuations(kept["copy"], begin, temperature, returned or temperature)
         logps[:, TOKENS - unknown :] = math.nan
         return {"prompt_ids": begin.tolist(), "completion_ids": tokens.tolist(), "logprobs": logps.tolist()}
 
@@ -135,6 +140,11 @@ RUNS: dict[str, Run] = {
         "precision": "bf16",
         "rollout": sampler(torch.bfloat16, temperature=0.7),
         "fault": "the sampler divides by another temperature than the trainer",
+    },
+    "log-probabilities of another temperature": {
+        "precision": "bf16",
+        "rollout": sampler(torch.bfloat16, returned=1.5),
+        "fault": "the sampler returns log-probabilities of another temperature than the one that it samples with",
     },
     "unknown log-probabilities": {
         "precision": "bf16",

@@ -33,32 +33,36 @@ TARGETS = {
     "bench-trainers": "trainers.json",
 }
 """The targets of `make bench-all` and their results, the longest first for `make --jobs 2 bench-all`."""
-STARTS_PROCESSES = frozenset(
-    f"safe_trainers/cli/{name}.py" for name in ("join", "launch", "launched", "machines", "train")
-)
-"""Files of the package that only start and end the processes of a training command: no trainer imports them."""
+RECORDING = "safe_trainers/diff/"
+"""The folder of the package that records steps; its feature does nothing unless `record_steps` is set."""
+ASIDE = frozenset(f"safe_trainers/cli/{name}.py" for name in ("join", "launch", "launched", "machines", "train"))
+"""Files of the package that only start and end the processes of a training command."""
 SEVERAL = "several"
 """The package of results that were measured in parts, on different states of the package."""
 SEVERAL_MACHINES = "several machines"
 """The machine of results that were measured in parts on different ones."""
 
 
-def measured_with(command: str, *packages: str, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def measured_with(
+    command: str, *packages: str, before: Mapping[str, Any] | None = None, records: bool = False
+) -> dict[str, Any]:
     """Returns what a file of results was measured with, for its heading.
 
     Args:
         command: The command that measures them.
         *packages: The packages that they depend on.
         before: The earlier heading, if some results of the file are kept.
+        records: Whether steps are recorded.
 
     Returns:
         The command, the versions, the machine, and the state of the package.
     """
-    now = {"machine": machine(), "package": package_state()}
+    now = {"machine": machine(), "package": package_state(records)}
     several = {"machine": SEVERAL_MACHINES, "package": SEVERAL}
     if before is not None:
         now = {name: found if before.get(name) == found else several[name] for name, found in now.items()}
-    return {"command": command, "versions": {name: version(name) for name in packages}, **now}
+    marked = {"records": True} if records else {}
+    return {"command": command, "versions": {name: version(name) for name in packages}, **marked, **now}
 
 
 def peak_resident() -> float:
@@ -81,12 +85,17 @@ def machine() -> str:
     )
 
 
-def package_state() -> str:
-    """Returns a hash of the package's Python files without `STARTS_PROCESSES`, in 12 hexadecimal digits."""
+def package_state(records: bool = False) -> str:
+    """Returns a hash of the package's Python files that a measured run executes, in 12 hexadecimal digits.
+
+    Args:
+        records: Whether steps are recorded.
+    """
     found = hashlib.sha256()
     for file in sorted((ROOT / "safe_trainers").rglob("*.py")):
         name = file.relative_to(ROOT).as_posix()
-        if name not in STARTS_PROCESSES:
+        recording = name.startswith(RECORDING) and file.name != "feature.py"
+        if name not in ASIDE and (records or not recording):
             found.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return found.hexdigest()[:12]
 
@@ -107,7 +116,7 @@ def read_results(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def is_present(file: Path) -> bool:
     """Returns whether a file has all results, of the present package and of the installed versions."""
     heading, rows = read_results(file)
-    same = heading.get("package") == package_state() and all(
+    same = heading.get("package") == package_state(heading.get("records", False)) and all(
         number == _installed(name) for name, number in heading.get("versions", {}).items()
     )
     return same and _is_complete(file, heading, rows)
@@ -139,11 +148,12 @@ def main() -> None:
     if parser.parse_args().left:
         print(*left())
         return
-    now = package_state()
-    print(f"the package is {now}")
+    print(f"the package is {package_state()}, and {package_state(records=True)} with the recording of steps")
     for file in sorted(RESULTS.glob("*.json*")):
-        state = read_results(file)[0].get("package")
-        print(f"{'same' if state == now else 'other':5}  {file.name}  {state or 'not recorded'}")
+        heading = read_results(file)[0]
+        state = heading.get("package")
+        same = state == package_state(heading.get("records", False))
+        print(f"{'same' if same else 'other':5}  {file.name}  {state or 'not recorded'}")
 
 
 if __name__ == "__main__":

@@ -34,16 +34,39 @@ def test_the_state_follows_the_python_files_of_the_package(provenance, monkeypat
     assert provenance.package_state() not in (before, changed)
 
 
-def test_what_starts_processes_is_not_in_the_state_and_no_trainer_imports_it(provenance, monkeypatch, tmp_path):
-    before = provenance.package_state()
+def test_what_no_measured_run_executes_is_not_in_the_state(provenance, monkeypatch, tmp_path):
+    before, with_recording = provenance.package_state(), provenance.package_state(records=True)
+    assert before != with_recording
     shutil.copytree(ROOT / "safe_trainers", tmp_path / "safe_trainers", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    graph = grimp.build_graph("safe_trainers", cache_dir=None)
-    left_out = {name.removesuffix(".py").replace("/", "."): name for name in provenance.STARTS_PROCESSES}
-    for module, name in left_out.items():
+
+    def change(name):
         (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
-        assert graph.find_downstream_modules(module) <= set(left_out)
+
+    for name in provenance.ASIDE:
+        change(name)
+    assert (provenance.package_state(), provenance.package_state(records=True)) == (before, with_recording)
+    change("safe_trainers/diff/recorder.py")
     assert provenance.package_state() == before
+    assert provenance.package_state(records=True) != with_recording
+    change("safe_trainers/diff/feature.py")
+    assert provenance.package_state() != before
+
+
+def test_no_trainer_imports_what_starts_processes(provenance):
+    graph = grimp.build_graph("safe_trainers", cache_dir=None)
+    aside = {name.removesuffix(".py").replace("/", ".") for name in provenance.ASIDE}
+    for module in aside:
+        assert graph.find_downstream_modules(module) <= aside
+
+
+def test_trainers_import_the_recording_through_its_feature(provenance):
+    graph = grimp.build_graph("safe_trainers", cache_dir=None)
+    inside = {module for module in graph.modules if f"{module.replace('.', '/')}.py".startswith(provenance.RECORDING)}
+    users = {(user, module) for module in inside for user in graph.find_modules_that_directly_import(module) - inside}
+    at_request = {("safe_trainers", "safe_trainers.diff.record"), ("safe_trainers", "safe_trainers.diff.live"),
+                  ("safe_trainers.cli.diff", "safe_trainers.diff.compare")}  # fmt: skip
+    assert users - at_request == {("safe_trainers.trainer.mixin", "safe_trainers.diff.feature")}
 
 
 def test_results_measured_in_parts_on_two_states_say_so(provenance):
