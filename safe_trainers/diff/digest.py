@@ -102,7 +102,7 @@ def forget_factors() -> None:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor without gradient, contiguous, with complex numbers as pairs, and this rank's shard of it."""
     tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
 

@@ -78,7 +78,8 @@ def watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    inner = "_orig_mod" in module._modules  # `hasattr` takes long if a module does not have the attribute
+    return inner or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _opaque(module: nn.Module) -> bool:

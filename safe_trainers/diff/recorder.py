@@ -10,7 +10,7 @@ import inspect
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ def _hook(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def guarded(self: "Recorder", *args: Any) -> None:
-        if not self.recording or self.paused():
+        if not self._open or self.paused():
             return
         try:
             method(self, *args)
@@ -68,7 +68,7 @@ class Recorder:
         self.paused: Callable[[], bool] = lambda: False
         self.error: Exception | None = None
         self._arguments, self._configs = settings.of_arguments(args), dict[int, Any]()
-        self._handles, self._parameters, self._open = list[Any](), dict[int, list[str]](), False
+        self._handles, self._open = list[Any](), False
         self._patches = contextlib.ExitStack()
         self.known: dict[str, Any] | None = None
 
@@ -109,7 +109,8 @@ class Recorder:
     def _clear(self) -> None:
         digest.forget_factors()
         self._strings, self._slots, self._calls_arguments = Interned(), Interned(), Interned()
-        self._autocasts, self._values = Interned([""]), Values()
+        self._autocasts, self._values = Interned({"": 0}), Values()
+        self._parameters: list[tuple[str, str, torch.Tensor]] | None = None
         self._events: list[tuple[int, ...]] = []
         self._extras: list[int] = []
         self._token_seen: dict[int, Any] = {}
@@ -156,12 +157,12 @@ class Recorder:
         known = {} if self.known is None else self.known
         changed = {name: now for name, now in self._settings.items() if known.get(name) != now}
         tables = {
-            "names": self._strings.values,
-            "slots": self._slots.values,
-            "dtypes": self._values.dtypes.values,
-            "shapes": self._values.shapes.values,
-            "autocasts": [str(dtype).removeprefix("torch.") for dtype in self._autocasts.values],
-            "arguments": self._calls_arguments.values,
+            "names": self._strings.by_number,
+            "slots": self._slots.by_number,
+            "dtypes": [_name_of(dtype) for dtype in self._values.dtypes.by_number],
+            "shapes": self._values.shapes.by_number,
+            "autocasts": [_name_of(dtype) for dtype in self._autocasts.by_number],
+            "arguments": self._calls_arguments.by_number,
             "settings": changed if self.known is not None else {},
             "rows": self._rows,
             "passes": self._counted_passes(),
@@ -215,7 +216,7 @@ class Recorder:
         """Records the gradients of the parameters and the state of the optimizer, before an optimizer step."""
         if not self._open:
             return
-        trained = list(self._trained())
+        trained = self._trained()
         for name, slot, parameter in trained:
             if parameter.grad is not None:
                 value = self._values.add(parameter.grad, False)
@@ -225,21 +226,22 @@ class Recorder:
             held = list(tensors_in(state.get(parameter, {}), ""))
             if held:
                 keys = "+".join(key for key, _ in held)
-                value = self._values.add(sample_of_state(held), False)
+                value = self._values.add(sample_of_state(held), False, final=True)
                 self._event(phase, storage.STATE, name, 0, f"{slot}/{keys}", value)
 
     def updated(self) -> None:
-        """Records the trained parameters after an optimizer step."""
+        """Records the trained parameters after an optimizer step. Call `end` before anything changes them."""
         if self._open:
             for name, slot, parameter in self._trained():
-                value = self._values.add(parameter, False)
+                value = self._values.add(parameter, False, final=True)
                 self._event(_PHASE[storage.OPTIMIZER], storage.UPDATED, name, 0, slot, value)
 
-    def _trained(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                full = canonical(name)
-                yield parent_of(full), full.rpartition(".")[2], parameter
+    def _trained(self) -> list[tuple[str, str, torch.Tensor]]:
+        """The trained parameters of this step, with the names of their modules and their own."""
+        if self._parameters is None:
+            named = ((canonical(name), parameter) for name, parameter in self.model.named_parameters())
+            self._parameters = [(parent_of(name), name.rpartition(".")[2], p) for name, p in named if p.requires_grad]
+        return self._parameters
 
     def _weights(self) -> None:
         phase = _PHASE[storage.START]
@@ -360,7 +362,7 @@ class Recorder:
     def _scalars(self, phase: int, name: str, call: int, values: Mapping[str, Any], training: bool = False) -> None:
         scalars = {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
         if scalars:
-            number = self._calls_arguments(json.dumps(scalars, sort_keys=True))
+            number = self._calls_arguments[json.dumps(scalars, sort_keys=True)]
             self._event(phase, storage.ARGUMENTS, name, call, "", -1, training=training, extra=number)
 
     def _event(
@@ -375,9 +377,9 @@ class Recorder:
         extra: int = 0,
     ) -> None:
         device = self._device
-        autocast = self._autocasts(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "")
+        autocast = self._autocasts[torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else 0
         self._events.append(
-            (phase, _KIND[kind], self._strings(name), call, self._slots(slot), value, autocast, int(training))
+            (phase, _KIND[kind], self._strings[name], call, self._slots[slot], value, autocast, int(training))
         )
         self._extras.append(extra)
 
@@ -419,6 +421,10 @@ class _GradientHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._recorder.gradient(*self._place, gradient)
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _in_backward() -> bool:

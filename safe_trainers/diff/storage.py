@@ -6,7 +6,7 @@ It has no pickled objects, is written atomically, and is at most `most_bytes` lo
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,20 +124,18 @@ class Recording:
         return {**self.model["settings"], **step.settings}
 
 
-class Interned:
-    """Numbers for strings and other hashable values, in the order of first use."""
+class Interned(dict[Any, int]):
+    """Numbers for strings and other hashable values, in the order of first use. `interned[value]` is the number."""
 
-    def __init__(self, known: Iterable[Any] = ()) -> None:
-        self._numbers = {value: number for number, value in enumerate(known)}
-
-    def __call__(self, value: Any) -> int:
-        """Returns the number of a value."""
-        return self._numbers.setdefault(value, len(self._numbers))
+    def __missing__(self, value: Any) -> int:
+        """Numbers a value that was not used before."""
+        self[value] = number = len(self)
+        return number
 
     @property
-    def values(self) -> list[Any]:
+    def by_number(self) -> list[Any]:
         """The values by number."""
-        return list(self._numbers)
+        return list(self)
 
 
 def write_model(folder: Path, model: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """The digests of the tensors of a step. A tensor that several modules receive or return is measured once."""
 
-import functools
 import weakref
 from typing import Any
 
@@ -21,7 +20,7 @@ class Values:
     """Digests by number.
 
     Attributes:
-        dtypes: Names of dtypes by number.
+        dtypes: Dtypes by number.
         shapes: Shapes by number.
     """
 
@@ -33,7 +32,7 @@ class Values:
         self._elements = 0
         self._seen: dict[int, tuple[Any, int, int]] = {}
 
-    def add(self, tensor: torch.Tensor, known: bool = True) -> int:
+    def add(self, tensor: torch.Tensor, known: bool = True, final: bool = False) -> int:
         """Returns the number of a tensor's digest.
 
         A tensor that was not changed since is not measured again.
@@ -41,27 +40,32 @@ class Values:
         Args:
             tensor: The tensor.
             known: Whether its version tells if it was changed; optimizers may change parameters without a new version.
+            final: Whether it stays as it is until the digests are read, so that no copy is needed.
         """
-        version = -1 if tensor.is_inference() or not known else tensor._version
+        version = -1 if not known or tensor.is_inference() else tensor._version
         seen = self._seen.get(id(tensor))
         if seen is not None and seen[0]() is tensor and seen[1] == version >= 0:
             return seen[2]
+        number = len(self._values)
         flat = digest.plain(tensor)
-        if flat.device.type == "cpu" and 0 < flat.numel() <= digest.BATCHED:
-            copied = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
+        if flat.is_cpu and 0 < flat.numel() <= digest.BATCHED:
+            copied = flat if final or flat.data_ptr() != tensor.data_ptr() else flat.clone()
             self._values.append((0, (), ()))
-            self._wait(len(self._values) - 1, 1, copied)
+            self._wait(number, 1, copied)
         else:
             self._values.append(digest.measure(flat))
-        self._kinds.append((self.dtypes(_name_of(tensor.dtype)), self.shapes(tuple(tensor.shape))))
-        self._seen[id(tensor)] = weakref.ref(tensor), version, len(self._values) - 1
-        return len(self._values) - 1
+        self._kinds.append((self.dtypes[tensor.dtype], self.shapes[tensor.shape]))
+        if version >= 0:
+            self._seen[id(tensor)] = weakref.ref(tensor), version, number
+        elif seen is not None:
+            del self._seen[id(tensor)]
+        return number
 
     def add_rows(self, rows: torch.Tensor) -> int:
         """Adds the digests of the rows of a matrix, which is not shared, and returns the number of the first."""
         first, (count, width) = len(self._values), rows.shape
-        self._kinds += [(self.dtypes(_name_of(rows.dtype)), self.shapes((width,)))] * count
-        if rows.device.type == "cpu":
+        self._kinds += [(self.dtypes[rows.dtype], self.shapes[(width,)])] * count
+        if rows.is_cpu:
             self._values += [(0, (), ())] * count
             self._wait(first, count, rows)
         else:
@@ -98,12 +102,8 @@ class Values:
 def sample_of_state(held: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
     """Returns values of the state of a parameter at a fixed stride, float32; all would take as long as a step."""
     flats = [digest.plain(tensor).view(-1) for _, tensor in held]
-    return torch.cat([flat[:: max(1, -(-flat.numel() // MOST_OF_STATE))].float() for flat in flats])
-
-
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    steps = [max(1, -(-flat.numel() // MOST_OF_STATE)) for flat in flats]
+    return torch.cat([(flat[::step] if step > 1 else flat).float() for flat, step in zip(flats, steps, strict=True)])
 
 
 def _fetched(values: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, list[Any]]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import save
+from safetensors.numpy import save
 
 from . import storage
 from .digest import thinned
@@ -69,7 +68,7 @@ def write_step(folder: Path, number: int, rank: int, columns: Mapping[str, Any],
     }
     dropped = Counter(PHASES[phase] for phase in columns["events"][~kept, _PHASE])
     metadata = {"tables": written, "dropped": json.dumps(dropped)}
-    content = save({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}, metadata)
+    content = save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata)
     name = storage.STEP_NAME.format(number, f"-rank-{rank}" if rank else "")
     temporary = folder / f".{name}.part"
     temporary.write_bytes(content)  # not synced to the disk, which takes milliseconds
