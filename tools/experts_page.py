@@ -252,12 +252,11 @@ def _verdict(rows: list[Row]) -> list[str]:
 
 
 def _cost(cost: Row) -> list[str]:
-    seen = cost.get("all_seen")
-    span = f" (from {seen[0]:.3f} to {seen[-1]:.3f})" if seen else ""
     text = (
         f"CPU time of a step of GRPO with the same model in float32, {cost['pairs']} times in turn: with replay "
         f"{cost['ratio']:.3f} times that without it (from {cost['ratios'][0]:.3f} to {cost['ratios'][-1]:.3f}), and "
-        f"without replay {cost['seen']:.3f} times that of `precision_metrics=False`{span}. The record takes "
+        f"without replay {cost['seen']:.3f} times that of `precision_metrics=False` (from "
+        f"{cost['all_seen'][0]:.3f} to {cost['all_seen'][-1]:.3f}). The record takes "
         f"{cost['bytes_per_token']} bytes for each token. The model is so small that most of a step is Python. A "
         "model without experts is not run at construction."
     )
