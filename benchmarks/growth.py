@@ -1,10 +1,9 @@
 """Measures how the work of the package grows with the tensors of a model (to 1e5) and the images of a batch (to 1e3).
 
 Measures the Python code that runs once for each tensor: the inventory, the policy, preparing weights, guarding
-adapters and the report; and, to compare with, torch's own walk over the parameters. The model is a vision-language
-model with many layers, half of its tensors in the tower, and LoRA in the text model. It is on the meta device, except
-for the report of a real trainer on the CPU with layers of width 8. Casts of media are timed with images of 336 x 336
-pixels.
+adapters and the report. The model is a vision-language model with many layers, half of its tensors in the tower, and
+LoRA in the text model. It is on the meta device, except for the report of a real trainer on the CPU with layers of
+width 8. Casts of media are timed with images of 336 x 336 pixels.
 
 Times are CPU seconds, the median of the repetitions, after one that is not counted. `exponent` is the slope of
 log(time) over log(size); `constant` and `fixed` are fitted to time = fixed + constant * size by relative error. Memory
@@ -63,8 +62,6 @@ from safe_trainers.weights.trainables import TrainableContext
 
 RESULT = Path(__file__).parent / "results" / "growth.json"
 TENSORS = (1_000, 3_000, 10_000, 30_000, 100_000)
-WALK = "torch: named_parameters()"
-"""The part that is torch's own work: what it needs more for each tensor of a larger model is not ours."""
 IMAGES = (100, 200, 400, 700, 1_000)
 """Batches above 32 MB, for which glibc allocates new pages; smaller ones may reuse pages."""
 CPU = Device("cpu")
@@ -118,7 +115,6 @@ def parts_of(model: Any) -> Iterator[tuple[str, Callable[[], Any], Callable[[], 
     def nothing() -> None:
         pass
 
-    yield WALK, lambda: dict(model.named_parameters()), nothing
     yield "inventory", lambda: take_inventory(model), nothing
     yield "policy", lambda: resolve(FLAGS, CPU, facts_of(inventory, live=False)), nothing
     yield "trainable weights", lambda: prepare_weights(model, inventory, policy, TrainableContext(2e-5)), nothing

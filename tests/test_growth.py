@@ -204,12 +204,11 @@ def test_the_decision_on_media_runs_the_tower_twice_however_many_images_there_ar
         assert len(runs) == 2
 
 
-def test_the_committed_measurement_reaches_the_sizes_and_grows_as_the_walk_of_torch_does():
+def test_the_committed_measurement_reaches_the_sizes_and_is_linear():
     measured = json.loads((Path(__file__).parent.parent / "benchmarks/results/growth.json").read_text())
-    walk = measured["tensors"]["torch: named_parameters()"]["time"]["exponent"]
     for unit, largest in (("tensors", 100_000), ("images", 1000)):
         for part in measured[unit].values():
             assert len(part["sizes"]) >= 4
             assert part["sizes"][-1] >= 0.99 * largest
-            assert part["time"]["exponent"] < (walk if unit == "tensors" else 1) + 0.1
+            assert part["time"]["exponent"] < 1.1
             assert part["memory"]["exponent"] < 1.1

@@ -68,8 +68,11 @@ def page() -> str:
     without = [median(found["step"]) for name, found in parts["switches"].items() if "precision_metrics" in name]
     media = [median(found["media"]) for found in cells.values() if "media" in found]
     growth = growth_page.read()
-    steepest, _ = growth_page.steepest_of(growth)
-    walk = growth["tensors"][growth_page.WALK]["time"]["exponent"]
+    steepest = max(
+        part[of]["exponent"]
+        for part in (*growth["tensors"].values(), *growth["images"].values())
+        for of in ("time", "memory")
+    )
     return (
         "\n".join(
             [
@@ -141,9 +144,9 @@ def page() -> str:
                 "",
                 "The package's own work was measured up to 100,000 tensors and 1,000 images. Operations grow at "
                 "most linearly; the",
-                f"largest exponent of a measured time is {steepest:.2f}, and that of torch's own walk over the "
-                f"parameters {walk:.2f}. [Growth](growth.md) has each part; a model of 7 billion parameters with LoRA",
-                "has about 700 tensors.",
+                f"largest exponent of a measured time is {steepest:.2f}. [Growth](growth.md) has each part; a model "
+                "of 7 billion parameters with LoRA has",
+                "about 700 tensors.",
                 "",
                 "[All tables](cost_tables.md). These are times of CPUs; [on a GPU](gpu.md) has those of GPUs.",
                 "",
