@@ -16,7 +16,7 @@ from ..core.errors import SafeTrainersError
 from ..recipes.validate import check_recipe, split_config
 from .launch_env import CRASHED, ERROR_FILE, REFUSED, RESUME_COMMAND, SHARED_FOLDER, STOPPED
 from .main import build_parser, quieten
-from .train import recipe_arguments, run_here
+from .train import leave_at_exit, recipe_arguments, run_here
 
 
 PARENT_CHECK = 1.0
@@ -81,4 +81,6 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while libraries are imported, an interrupt prints no traceback
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    leave_at_exit(status)
+    sys.exit(status)

@@ -1,6 +1,7 @@
 """`safe-trainers TASK --config FILE --key value ...`, such as `safe-trainers grpo`."""
 
 import argparse
+import atexit
 import os
 import shlex
 import shutil
@@ -130,7 +131,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         from .join import join
 
         join(config, options.num_processes, machines)
-        return run_here(options, checked, "")
+        status = run_here(options, checked, "")
+        leave_at_exit(status)
+        return status
     machines = {flag: checked.launch[flag] for flag in FLAGS if checked.launch.get(flag) is not None} | machines
     processes = options.num_processes or checked.launch.get("num_processes")
     if config is None and processes is None and not machines:
@@ -169,21 +172,32 @@ def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> i
         return _train(options, start, command)
 
 
-def _train(options: argparse.Namespace, checked: "Checked", command: str) -> int:
-    status = _run(options, checked, command)
-    _close_process_groups()
-    return status
+def leave_at_exit(status: int) -> None:
+    """Closes the process groups, if any, and makes this process end right after its exit handlers.
 
+    gloo's threads run as long as anything refers to their group, such as a model in DDP. One that frees a tensor while
+    Python's interpreter ends aborts the process. So the interpreter is not ended.
 
-def _close_process_groups() -> None:
-    """Ends torch's communication threads: one that frees a tensor while Python ends aborts the process."""
+    Args:
+        status: The exit status.
+    """
     from torch import distributed
+
+    def leave() -> None:
+        atexit.unregister(leave)
+        try:
+            atexit._run_exitfuncs()  # those that were registered before this one
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
 
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+        atexit.register(leave)
 
 
-def _run(options: argparse.Namespace, checked: "Checked", command: str) -> int:
+def _train(options: argparse.Namespace, checked: "Checked", command: str) -> int:
     from .phases import show_phase
 
     show_phase("importing torch, transformers and TRL")
