@@ -32,7 +32,7 @@ MARGIN = 0.02
 EXACT = ("peak", "media", "moved", "drift")
 """Quantities that are counted and not timed, so that one measurement is exact."""
 
-from cost_runs import Point, construct, counted, profiled, timed
+from cost_runs import Point, construct, counted, counted_images, profiled, timed
 from provenance import measured_with, peak_resident
 
 
@@ -71,12 +71,21 @@ def compare_times(point: Point, repetitions: int) -> dict[str, Any]:
     return found
 
 
+def name_of(point: Point) -> str:
+    """The name of a point in the results: its values, and the settings that differ from the defaults."""
+    switched = [f"{setting}={value!r}" for setting, value in point.get("switched", {}).items()]
+    values = " ".join(str(value) for name, value in point.items() if name != "switched")
+    return ", ".join([f"{values} tokens", *switched])
+
+
 def compare(point: Point, repetitions: int) -> dict[str, Any]:
     """Measures every quantity of a point: the ratios of safe over stock, and the median or bytes of stock."""
     found = compare_times(point, repetitions)
     exact = {safe: counted(point, safe) for safe in (False, True)}
     for name, stock in exact[False].items():
         found[name] = {"stock": stock, "ratios": [exact[True][name] / stock]}
+    if point["family"] != "text":
+        found["images"] = counted_images(point)
     return found
 
 
@@ -155,13 +164,19 @@ ROLLOUTS: list[Point] = [
     {"family": "text", "task": "grpo", "kind": "lora", "weights": "fp32", "hidden": 1024, "new_tokens": 64},
 ]
 """Steps of GRPO with eight completions of each prompt, where rollouts and towers have a real share of the time."""
+SHARING: list[Point] = [
+    point | {"switched": {"share_media_features": "always"}}
+    for point in ROLLOUTS
+    if point["family"] != "text" and point["kind"] == "lora"
+]
+"""Steps in which a tower runs once for equal images, whether or not its features are bit-identical then."""
 
 
 def measure_rollouts(repetitions: int) -> dict[str, Any]:
     """Measures steps of GRPO on models of real proportions, by the dtype of the base."""
     found = {}
-    for point in ROLLOUTS:
-        name = " ".join(map(str, point.values())) + " tokens"
+    for point in ROLLOUTS + SHARING:
+        name = name_of(point)
         found[name] = compare(point | {"batch": 8, "steps": 6}, min(repetitions, 3))
         progress("rollouts", name, found[name]["step"]["ratios"], found[name]["peak"]["ratios"])
     return found
@@ -171,7 +186,7 @@ def measure_phases(repetitions: int) -> dict[str, Any]:
     """Measures with `profile=True` how the time of a step divides: seconds by phase, the median over the steps."""
     found = {}
     for point in ROLLOUTS:
-        name = " ".join(map(str, point.values())) + " tokens"
+        name = name_of(point)
         runs = [profiled(point | {"batch": 8, "steps": 6}) for _ in range(min(repetitions, 3))]
         steps = [step for run in runs for step in run]
         phases = dict.fromkeys(phase for step in steps for phase in step)
@@ -299,7 +314,7 @@ def leaves(content: Mapping[str, Any], *path: str) -> Iterable[tuple[tuple[str, 
     for name, value in content.items():
         if "ratios" in value:
             yield (*path, name), value
-        elif "seconds" not in value:  # the phases of the safe trainers, without stock
+        elif not {"seconds", "seen"} & value.keys():  # phases and images of the safe trainers, without stock
             yield from leaves(value, *path, name)
 
 
@@ -332,7 +347,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"sections to measure, separated by commas, of {', '.join(SECTIONS)}")
     parser.add_argument("--check", action="store_true", help="compare with the committed results, write nothing")
-    parser.add_argument("--repetitions", type=int, default=5, help="repetitions of each comparison")
+    parser.add_argument("--repetitions", type=int, default=7, help="repetitions of each comparison")
     parser.add_argument("--process", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:

@@ -159,9 +159,14 @@ def four_bits(dtype: str) -> Any:
 
 def construct(point: Point, safe: bool) -> Any:
     """Builds the trainer of a point."""
+    return _make(*prepared(point), point, safe)
+
+
+def _make(task: str, arguments: Mapping[str, Any], point: Point, safe: bool) -> Any:
     import cells
 
-    task, arguments = prepared(point)
+    if safe:
+        vars(arguments["args"]).update(point.get("switched", {}))
     return (cells.SAFE if safe else cells.STOCK)[task](**arguments)
 
 
@@ -295,18 +300,14 @@ def timed(point: Point, safe_first: bool) -> dict[str, dict[str, float]]:
         For each quantity `stock` in CPU seconds and the `ratio` of safe over stock; for a step also `more`, safe minus
         stock in seconds. The values of a step are medians over pairs of windows.
     """
-    import cells
-
     trainers: dict[bool, Any] = {}
     built: dict[bool, list[float]] = {False: [], True: []}
     for safe in (safe_first, not safe_first) * CONSTRUCTIONS:
         task, arguments = prepared(point)
         trainers.pop(safe, None)
         gc.collect()
-        if safe:
-            vars(arguments["args"]).update(point.get("switched", {}))
         started = time.process_time()
-        trainers[safe] = (cells.SAFE if safe else cells.STOCK)[task](**arguments)
+        trainers[safe] = _make(task, arguments, point, safe)
         built[safe].append(time.process_time() - started)
     window = point.get("steps_per_generation", 1)
     steps = in_turns(trainers, safe_first, window)
@@ -344,3 +345,17 @@ def counted(point: Point, safe: bool) -> dict[str, float]:
         trainer.train()
     found["moved"] = moved.bytes / steps
     return found
+
+
+@quiet()
+def counted_images(point: Point) -> dict[str, int]:
+    """Counts the images that the model of a safe trainer is called with, and those on which its tower runs.
+
+    Images are counted where equal ones are found and no gradient flows into the tower.
+    """
+    from safe_trainers.media.shared_features import SharedFeatures
+
+    trainer = construct(point, True)
+    trainer.train()
+    found = trainer.precision[SharedFeatures]
+    return {"seen": found.seen, "computed": found.computed}
