@@ -6,9 +6,9 @@ LoRA in the text model. It is on the meta device, except for the report of a rea
 width 8. Casts of media are timed with images of 336 x 336 pixels.
 
 Times are CPU seconds, the median of the repetitions, after one that is not counted. `exponent` is the slope of
-log(time) over log(size); `constant` and `fixed` are fitted to time = fixed + constant * size by relative error. Memory
-is the peak of Python's allocations (tracemalloc), or of torch's for media. `make bench-growth` prints the table and
-writes `benchmarks/results/growth.json`.
+log(time) over log(size), and `final` that over the sizes from `FINAL` of the largest on; `constant` and `fixed` are
+fitted to time = fixed + constant * size by relative error. Memory is the peak of Python's allocations (tracemalloc),
+or of torch's for media. `make bench-growth` prints the table and writes `benchmarks/results/growth.json`.
 """
 
 import argparse
@@ -64,6 +64,12 @@ RESULT = Path(__file__).parent / "results" / "growth.json"
 TENSORS = (1_000, 3_000, 10_000, 30_000, 100_000)
 IMAGES = (100, 200, 400, 700, 1_000)
 """Batches above 32 MB, for which glibc allocates new pages; smaller ones may reuse pages."""
+FINAL = 0.25
+"""Share of the largest size from which on the final exponent is fitted.
+
+A part of the work that grows faster shows at the largest sizes first. The exponent over all sizes also has the step in
+between at which the objects of a model leave the CPU's caches.
+"""
 CPU = Device("cpu")
 FLAGS = Requested(bf16=True)
 
@@ -201,10 +207,20 @@ def torch_peak(work: Callable[[], Any]) -> int:
 
 
 def fit(sizes: list[int], values: list[float]) -> dict[str, float]:
-    """Fits the exponent of growth, and a line by relative error."""
-    exponent = np.polyfit(np.log(sizes), np.log(values), 1)[0]
+    """Fits the exponents of growth, over all and over the largest sizes, and a line by relative error."""
     constant, fixed = np.polyfit(sizes, values, 1, w=1 / np.asarray(values))
-    return {"exponent": round(float(exponent), 3), "constant": float(constant), "fixed": float(fixed)}
+    large = [index for index, size in enumerate(sizes) if size >= FINAL * sizes[-1]]
+    return {
+        "exponent": round(slope(sizes, values), 3),
+        "final": round(slope([sizes[index] for index in large], [values[index] for index in large]), 3),
+        "constant": float(constant),
+        "fixed": float(fixed),
+    }
+
+
+def slope(sizes: list[int], values: list[float]) -> float:
+    """The slope of log(value) over log(size)."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -290,15 +306,18 @@ def main() -> None:
     content["cpu_minutes"] = round(used / 60, 1)
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    table = Table("part", "largest", "seconds there", "us each", "exponent", "bytes each", "exponent of memory")
+    table = Table(
+        "part", "largest", "seconds there", "us each", "exponent", "final", "bytes each", "exponent of memory"
+    )
     for unit in ("tensors", "images"):
         for name, part in content[unit].items():
             table.add_row(
                 name, f"{part['sizes'][-1]} {unit}", f"{part['seconds'][-1]:.4f}",
                 f"{part['time']['constant'] * 1e6:.2f}", f"{part['time']['exponent']:.2f}",
-                f"{part['memory']['constant']:.0f}", f"{part['memory']['exponent']:.2f}",
+                f"{part['time']['final']:.2f}", f"{part['memory']['constant']:.0f}",
+                f"{part['memory']['exponent']:.2f}",
             )  # fmt: skip
-    Console(width=130).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

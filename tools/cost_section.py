@@ -68,11 +68,7 @@ def page() -> str:
     without = [median(found["step"]) for name, found in parts["switches"].items() if "precision_metrics" in name]
     media = [median(found["media"]) for found in cells.values() if "media" in found]
     growth = growth_page.read()
-    steepest = max(
-        part[of]["exponent"]
-        for part in (*growth["tensors"].values(), *growth["images"].values())
-        for of in ("time", "memory")
-    )
+    steepest = growth_page.steepest(growth)
     return (
         "\n".join(
             [
@@ -105,10 +101,15 @@ def page() -> str:
                 "and for long",
                 "completions on a CPU, because torch's CPU attention of one query to 512 keys takes about seven "
                 "times as long in",
-                'bfloat16 as in float32; `rollout_compute="stock"` avoids it. Towers run once for equal images',
-                "(`share_media_features`). Eight completions of each prompt:",
+                'bfloat16 as in float32; `rollout_compute="stock"` avoids it. Eight completions of each prompt:',
                 "",
                 *_rollouts(parts["rollouts"]),
+                "",
+                "A tower runs once for equal images if no gradient flows into it and its features are then "
+                "bit-identical. Kernels of",
+                "some CPUs compute one image in another order than several; then the tower runs on all images, and "
+                'only `share_media_features="always"`',
+                "saves its time. The last column counts the images on which it ran, of all.",
                 "",
                 "## The time of your run",
                 "",
@@ -143,8 +144,8 @@ def page() -> str:
                 "## How it grows",
                 "",
                 "The package's own work was measured up to 100,000 tensors and 1,000 images. Operations grow at "
-                "most linearly; the",
-                f"largest exponent of a measured time is {steepest:.2f}. [Growth](growth.md) has each part; a model "
+                "most linearly; at the largest",
+                f"sizes no exponent of time is above {steepest:.2f}. [Growth](growth.md) has each part; a model "
                 "of 7 billion parameters with LoRA has",
                 "about 700 tensors.",
                 "",
@@ -240,11 +241,16 @@ def _table(points: Mapping[str, Any], heading: str) -> Iterator[str]:
 
 def _rollouts(points: Mapping[str, Any]) -> Iterator[str]:
     """Yields a table of the steps of GRPO on models of real proportions."""
-    yield "| model, kind, weights, hidden size, new tokens | CPU time of a step | peak of tensor memory |"
-    yield "|---|---|---|"
+    yield (
+        "| model, kind, weights, hidden size, new tokens | CPU time of a step | peak of tensor memory "
+        "| images of the tower |"
+    )
+    yield "|---|---|---|---|"
     for point, found in points.items():
-        name = point.replace(" grpo", "").removesuffix(" tokens")
-        yield f"| {name} | {spread(found['step'])} | {median(found['peak']):.2f} |"
+        name = point.replace(" grpo", "").replace(" tokens", "")
+        images = found.get("images")
+        ran = f"{images['computed']} of {images['seen']}" if images else ""
+        yield f"| {name} | {spread(found['step'])} | {median(found['peak']):.2f} | {ran} |"
 
 
 def phases_table(points: Mapping[str, Any]) -> Iterator[str]:

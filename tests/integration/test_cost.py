@@ -116,7 +116,12 @@ def test_what_was_measured_is_what_is_promised(cost):
     saving = {name for name in rollouts if " fp32 " in name and not name.endswith(" 512 tokens")}
     assert len(saving) == 5
     assert all(rollouts[name] < 0.9 for name in saving)
-    assert rollouts["llava grpo lora fp32 512 32 tokens"] < 0.7
+    # Whether one image has the same bits as several, so that its features are shared, differs between CPUs, too.
+    images = {name: found["images"] for name, found in sections["rollouts"].items() if "images" in found}
+    shared = {name for name, found in images.items() if " lora " in name and found["computed"] < found["seen"]}
+    assert {name for name in images if name.endswith("'always'")} <= shared
+    assert all(rollouts[name] < 0.8 for name in shared)
+    assert rollouts["llava grpo lora fp32 512 32 tokens, share_media_features='always'"] < 0.7
     assert {value for path, value in figures.items() if path[-1] == "drift"} == {0.0}
     assert all(value <= 1.0 for path, value in figures.items() if path[-1] == "moved")
     assert figures["import", "two trainers", "time"] <= 1.1
