@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import RecipeError
 from .machines import FLAGS, PORT
@@ -183,7 +183,7 @@ def leave_at_exit(status: int) -> None:
     """
     from torch import distributed
 
-    def leave() -> None:
+    def leave(world: Any) -> None:
         atexit.unregister(leave)
         try:
             atexit._run_exitfuncs()  # those that were registered before this one
@@ -193,8 +193,10 @@ def leave_at_exit(status: int) -> None:
             os._exit(status)
 
     if distributed.is_available() and distributed.is_initialized():
+        # The group is held: if a collected model freed it, that would wait for a thread that may wait for Python.
+        world = distributed.group.WORLD
         distributed.destroy_process_group()
-        atexit.register(leave)
+        atexit.register(leave, world)
 
 
 def _train(options: argparse.Namespace, checked: "Checked", command: str) -> int:
