@@ -13,6 +13,7 @@ or of torch's for media. `make bench-growth` prints the table and writes `benchm
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import resource
@@ -61,7 +62,7 @@ from safe_trainers.weights.trainables import TrainableContext
 
 
 RESULT = Path(__file__).parent / "results" / "growth.json"
-TENSORS = (1_000, 3_000, 10_000, 30_000, 100_000)
+TENSORS = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
 IMAGES = (100, 200, 400, 700, 1_000)
 """Batches above 32 MB, for which glibc allocates new pages; smaller ones may reuse pages."""
 FINAL = 0.25
@@ -70,6 +71,8 @@ FINAL = 0.25
 A part of the work that grows faster shows at the largest sizes first. The exponent over all sizes also has the step in
 between at which the objects of a model leave the CPU's caches.
 """
+CONTROL = "named_parameters of torch"
+"""A walk over a model without code of this package, for comparison."""
 CPU = Device("cpu")
 FLAGS = Requested(bf16=True)
 
@@ -210,6 +213,8 @@ def fit(sizes: list[int], values: list[float]) -> dict[str, float]:
     """Fits the exponents of growth, over all and over the largest sizes, and a line by relative error."""
     constant, fixed = np.polyfit(sizes, values, 1, w=1 / np.asarray(values))
     large = [index for index, size in enumerate(sizes) if size >= FINAL * sizes[-1]]
+    if len(large) < 3:
+        raise ValueError(f"fewer than three of the sizes {sizes} are at least {FINAL} times the largest")
     return {
         "exponent": round(slope(sizes, values), 3),
         "final": round(slope([sizes[index] for index in large], [values[index] for index in large]), 3),
@@ -246,7 +251,9 @@ def measure_tensors(sizes: list[int], repetitions: int) -> dict[str, Any]:
     for wanted in sizes:
         model = deep_model(wanted)
         size = sum(1 for _ in model.parameters())
-        works = parts_of(model)
+        works = itertools.chain(
+            parts_of(model), [(CONTROL, lambda model=model: dict(model.named_parameters()), nothing)]
+        )
         for name, work, undo in works:
             seconds = cpu_seconds(work, undo, repetitions)
             found.setdefault(name, []).append(
@@ -296,10 +303,12 @@ def main() -> None:
     options = parser.parse_args()
     datasets.disable_progress_bars()
     started = time.process_time()
+    measured = measure_tensors(options.tensors, options.repetitions)
     content = {
         **measured_with(" ".join(["python benchmarks/growth.py", *sys.argv[1:]]), "torch", "trl", "transformers"),
         "repetitions": options.repetitions,
-        "tensors": measure_tensors(options.tensors, options.repetitions),
+        "tensors": measured,
+        "control": {CONTROL: measured.pop(CONTROL)},
         "images": in_a_new_process(measure_images, options.images, options.repetitions),
     }
     used = time.process_time() - started + resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -309,8 +318,8 @@ def main() -> None:
     table = Table(
         "part", "largest", "seconds there", "us each", "exponent", "final", "bytes each", "exponent of memory"
     )
-    for unit in ("tensors", "images"):
-        for name, part in content[unit].items():
+    for unit, key in (("tensors", "tensors"), ("tensors", "control"), ("images", "images")):
+        for name, part in content[key].items():
             table.add_row(
                 name, f"{part['sizes'][-1]} {unit}", f"{part['seconds'][-1]:.4f}",
                 f"{part['time']['constant'] * 1e6:.2f}", f"{part['time']['exponent']:.2f}",

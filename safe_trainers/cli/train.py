@@ -2,6 +2,9 @@
 
 import argparse
 import atexit
+import contextlib
+import gc
+import io
 import os
 import shlex
 import shutil
@@ -11,13 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import RecipeError
+from ..core.errors import RecipeError, SafeTrainersError
+from .launch_env import REFUSED
 from .machines import FLAGS, PORT
 
 
 if TYPE_CHECKING:
     from ..recipes.validate import Checked
 
+PROGRAMS = frozenset({"safe_trainers.cli.__main__", "safe-trainers"})
+"""Names of the main module of a training command."""
+UNFLUSHED = 120
+"""Exit status of Python if what was printed cannot be written at the end."""
 EPILOG = """every key of a recipe is also an option, which overrides the file:
   safe-trainers grpo --config recipes/grpo/tiny_vlm_bf16.yaml --learning_rate 1e-4
 in several processes:
@@ -131,9 +139,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         from .join import join
 
         join(config, options.num_processes, machines)
-        status = run_here(options, checked, "")
-        leave_at_exit(status)
-        return status
+        return _run_launched(options, checked)
     machines = {flag: checked.launch[flag] for flag in FLAGS if checked.launch.get(flag) is not None} | machines
     processes = options.num_processes or checked.launch.get("num_processes")
     if config is None and processes is None and not machines:
@@ -145,6 +151,19 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     flags = [flag for flag, is_given in given.items() if is_given]
     command = [options.command, *flags, *argv]
     return launch(command, config, processes, resume_command(options, rest), machines)
+
+
+def _run_launched(options: argparse.Namespace, checked: "Checked") -> int:
+    """Trains in this process, which another launcher has started."""
+    try:
+        status = run_here(options, checked, "")
+    except SafeTrainersError:
+        if _is_program():
+            leave_at_exit(REFUSED)
+        raise
+    if _is_program():
+        leave_at_exit(status)
+    return status
 
 
 def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> int:
@@ -173,30 +192,53 @@ def run_here(options: argparse.Namespace, checked: "Checked", command: str) -> i
 
 
 def leave_at_exit(status: int) -> None:
-    """Closes the process groups, if any, and makes this process end right after its exit handlers.
+    """Makes this process, if it has process groups, end right after its exit handlers.
 
     gloo's threads run as long as anything refers to their group, such as a model in DDP. One that frees a tensor while
-    Python's interpreter ends aborts the process. So the interpreter is not ended.
+    Python's interpreter ends aborts the process. So the interpreter is not ended; what it does at its end for files
+    that are still open is done before.
 
     Args:
-        status: The exit status.
+        status: The exit status. With 0, the groups are closed; after an error that may wait for other processes.
     """
     from torch import distributed
 
-    def leave(world: Any) -> None:
+    def leave(world: Any, status: int = status) -> None:
         atexit.unregister(leave)
         try:
             atexit._run_exitfuncs()  # those that were registered before this one
-            sys.stdout.flush()
-            sys.stderr.flush()
+            if not _flush_files():
+                status = status or UNFLUSHED
         finally:
             os._exit(status)
 
     if distributed.is_available() and distributed.is_initialized():
         # The group is held: if a collected model freed it, that would wait for a thread that may wait for Python.
         world = distributed.group.WORLD
-        distributed.destroy_process_group()
+        if status == 0:
+            distributed.destroy_process_group()
         atexit.register(leave, world)
+
+
+def _flush_files() -> bool:
+    """Writes what open files hold in memory; returns whether that succeeds for the standard streams."""
+    for file in gc.get_objects():
+        if isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(OSError, ValueError):  # as Python does, also for a file that is closed
+                file.flush()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _is_program() -> bool:
+    """Whether this process is the command, and not a script or a notebook that calls it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return (Path(sys.argv[0]).stem if spec is None else spec.name) in PROGRAMS
 
 
 def _train(options: argparse.Namespace, checked: "Checked", command: str) -> int:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from safe_trainers.cli import train
+
 
 FREES_A_TENSOR = """
 def free_a_tensor(store, rank):
@@ -30,22 +32,25 @@ import sys
 held = free_a_tensor(sys.argv[1], int(sys.argv[2]))
 """
 LEAVES = """
-import atexit, sys
+import atexit, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from safe_trainers.cli.train import leave_at_exit
 from torch import distributed
 
 def end():
-    end.held = free_a_tensor(f"{store}-2", rank)
+    if not distributed.is_initialized():
+        end.held = free_a_tensor(store + "-2", rank)
     print(" and its first exit handler has run", end="")
 
-store, rank = sys.argv[1], int(sys.argv[2])
-distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+store, rank, status = sys.argv[1], int(sys.argv[2]), {status}
+distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 atexit.register(end)
 pool = ThreadPoolExecutor()
-pool.submit(lambda: print("a thread has ended", end=""))
-leave_at_exit(3)
-sys.exit(3)
+pool.submit(lambda: (time.sleep(3), print("a thread has ended", end="")))  # after what the exit handler waits for
+kept_open = open(store + "-" + str(rank), "w")
+kept_open.write("written")
+leave_at_exit(status)
+sys.exit(status)
 """
 ENDS = """
 import atexit, os
@@ -76,15 +81,15 @@ output_dir: out
 """
 
 
-def end_of_two(store, script):
+def end_of_two(store, script, output=subprocess.PIPE):
     """What two processes print, and their exit statuses, when they end while a thread of gloo frees a tensor."""
     command = [sys.executable, "-c", FREES_A_TENSOR + script, str(store)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     both = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=output, stderr=subprocess.DEVNULL)
         for rank in range(2)
     ]
-    return [(process.communicate(timeout=120)[0].decode(), process.returncode) for process in both]
+    return [((process.communicate(timeout=120)[0] or b"").decode(), process.returncode) for process in both]
 
 
 def test_a_process_that_frees_a_tensor_at_its_end_is_aborted(tmp_path):
@@ -93,9 +98,21 @@ def test_a_process_that_frees_a_tensor_at_its_end_is_aborted(tmp_path):
     assert any(-signal.SIGABRT in {status for _, status in both} for both in ends)
 
 
-def test_a_process_that_leaves_has_its_status_its_output_and_its_exit_handlers(tmp_path):
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_process_that_leaves_has_its_status_its_output_and_its_exit_handlers(status, tmp_path):
     printed = "a thread has ended and its first exit handler has run"
-    assert end_of_two(tmp_path / "store", LEAVES) == [(printed, 3), (printed, 3)]
+    assert end_of_two(tmp_path / "store", LEAVES.format(status=status)) == [(printed, status), (printed, status)]
+    assert [(tmp_path / f"store-{rank}").read_text() for rank in range(2)] == ["written", "written"]
+
+
+def test_a_process_whose_output_cannot_be_written_at_the_end_has_pythons_status(tmp_path):
+    with open("/dev/full", "w") as full:
+        both = end_of_two(tmp_path / "store", LEAVES.format(status=0), output=full)
+    assert [status for _, status in both] == [120, 120]
+
+
+def test_a_program_that_calls_a_command_does_not_leave():
+    assert not train._is_program()
 
 
 COMMAND = ("-m", "safe_trainers.cli", "reward", "--config", "recipe.yaml")
