@@ -84,8 +84,6 @@ def compare(point: Point, repetitions: int) -> dict[str, Any]:
     exact = {safe: counted(point, safe) for safe in (False, True)}
     for name, stock in exact[False].items():
         found[name] = {"stock": stock, "ratios": [exact[True][name] / stock]}
-    if point["family"] != "text":
-        found["images"] = counted_images(point)
     return found
 
 
@@ -180,6 +178,12 @@ def measure_rollouts(repetitions: int) -> dict[str, Any]:
         found[name] = compare(point | {"batch": 8, "steps": 6}, min(repetitions, 3))
         progress("rollouts", name, found[name]["step"]["ratios"], found[name]["peak"]["ratios"])
     return found
+
+
+def measure_images(repetitions: int) -> dict[str, Any]:
+    """Counts the images on which towers run in the steps of `measure_rollouts`, in one run each."""
+    points = [point for point in ROLLOUTS + SHARING if point["family"] != "text"]
+    return {name_of(point): counted_images(point | {"batch": 8, "steps": 6}) for point in points}
 
 
 def measure_phases(repetitions: int) -> dict[str, Any]:
@@ -286,6 +290,7 @@ SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "switches": measure_switches,
     "growth": measure_growth,
     "rollouts": measure_rollouts,
+    "images": measure_images,
     "phases": measure_phases,
     "sync": measure_sync,
     "import": measure_import,

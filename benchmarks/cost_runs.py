@@ -348,14 +348,18 @@ def counted(point: Point, safe: bool) -> dict[str, float]:
 
 
 @quiet()
-def counted_images(point: Point) -> dict[str, int]:
+def counted_images(point: Point) -> dict[str, Any]:
     """Counts the images that the model of a safe trainer is called with, and those on which its tower runs.
 
-    Images are counted where equal ones are found and no gradient flows into the tower.
+    Images are counted in calls with equal images while no gradient flows into the tower. The one comparison of the
+    features of distinct and of all images, for each combination of shapes, is not counted.
+
+    Returns:
+        The images as `seen`, those on which the tower runs as `computed`, and in `refused` why they are as many.
     """
     from safe_trainers.media.shared_features import SharedFeatures
 
     trainer = construct(point, True)
     trainer.train()
     found = trainer.precision[SharedFeatures]
-    return {"seen": found.seen, "computed": found.computed}
+    return {"seen": found.seen, "computed": found.computed, "refused": sorted(set(found.refused))}

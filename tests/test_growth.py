@@ -224,4 +224,6 @@ def test_the_committed_measurement_reaches_the_sizes_and_is_linear():
             assert len(part["sizes"]) >= 4
             assert part["sizes"][-1] >= 0.99 * largest
             assert part["time"]["final"] < LIMIT
+            assert part["time"]["exponent"] < 1.2
+            assert sum(size >= part["sizes"][-1] / 4 for size in part["sizes"]) >= 3
             assert part["memory"]["exponent"] < LIMIT

@@ -45,6 +45,11 @@ def spread(value: Mapping[str, Any]) -> str:
     return f"{median(value):.3f}" + (f" ({min(ratios):.3f} to {max(ratios):.3f}{more})" if len(ratios) > 1 else "")
 
 
+def with_defaults(points: Mapping[str, Any]) -> dict[str, Any]:
+    """The points of a section that were measured without other settings."""
+    return {name: found for name, found in points.items() if ", " not in name}
+
+
 def _between(ratios: list[float]) -> str:
     """The least and the largest of some ratios, or the only one."""
     ends = [f"{end:.2f}" for end in (min(ratios), max(ratios))]
@@ -62,13 +67,15 @@ def page() -> str:
         for task in ("sft", "grpo")
     }  # fmt: skip
     large = [median(list(points.values())[-1]["step"]) for points in parts["growth"].values()]
-    rolled = [median(found["step"]) for found in parts["rollouts"].values()]
+    rolled = [median(found["step"]) for found in with_defaults(parts["rollouts"]).values()]
     built = [found["construction"] for found in cells.values()]
     given = [median(found["step"]) for name, found in parts["switches"].items() if name.endswith("default")]
     without = [median(found["step"]) for name, found in parts["switches"].items() if "precision_metrics" in name]
     media = [median(found["media"]) for found in cells.values() if "media" in found]
     growth = growth_page.read()
     steepest = growth_page.steepest(growth)
+    refused = {reason for found in parts["images"].values() for reason in found["refused"]}
+    shares = "on all images, for " + ", ".join(sorted(refused)) if refused else "once for equal images"
     return (
         "\n".join(
             [
@@ -103,13 +110,13 @@ def page() -> str:
                 "times as long in",
                 'bfloat16 as in float32; `rollout_compute="stock"` avoids it. Eight completions of each prompt:',
                 "",
-                *_rollouts(parts["rollouts"]),
+                *_rollouts(parts["rollouts"], parts["images"]),
                 "",
-                "A tower runs once for equal images if no gradient flows into it and its features are then "
-                "bit-identical. Kernels of",
-                "some CPUs compute one image in another order than several; then the tower runs on all images, and "
-                'only `share_media_features="always"`',
-                "saves its time. The last column counts the images on which it ran, of all.",
+                "By default, a tower runs once for equal images if no gradient flows into it and the features are "
+                "then bit-identical, which",
+                f"depends on the kernels of a CPU. Here, by default, it ran {shares}. "
+                'With `share_media_features="always"` features may differ in',
+                "their last bits. The last column counts the images of calls without a gradient into the tower.",
                 "",
                 "## The time of your run",
                 "",
@@ -145,7 +152,7 @@ def page() -> str:
                 "",
                 "The package's own work was measured up to 100,000 tensors and 1,000 images. Operations grow at "
                 "most linearly; at the largest",
-                f"sizes no exponent of time is above {steepest:.2f}. [Growth](growth.md) has each part; a model "
+                f"sizes the largest exponent is {steepest:.2f}. [Growth](growth.md) has each part; a model "
                 "of 7 billion parameters with LoRA has",
                 "about 700 tensors.",
                 "",
@@ -239,7 +246,7 @@ def _table(points: Mapping[str, Any], heading: str) -> Iterator[str]:
         yield f"| {point} | " + " | ".join(spread(found[n]) if n in found else "" for n in names) + " |"
 
 
-def _rollouts(points: Mapping[str, Any]) -> Iterator[str]:
+def _rollouts(points: Mapping[str, Any], towers: Mapping[str, Any]) -> Iterator[str]:
     """Yields a table of the steps of GRPO on models of real proportions."""
     yield (
         "| model, kind, weights, hidden size, new tokens | CPU time of a step | peak of tensor memory "
@@ -248,7 +255,7 @@ def _rollouts(points: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for point, found in points.items():
         name = point.replace(" grpo", "").replace(" tokens", "")
-        images = found.get("images")
+        images = towers.get(point)
         ran = f"{images['computed']} of {images['seen']}" if images else ""
         yield f"| {name} | {spread(found['step'])} | {median(found['peak']):.2f} | {ran} |"
 

@@ -84,7 +84,8 @@ output_dir: out
 def end_of_two(store, script, output=subprocess.PIPE):
     """What two processes print, and their exit statuses, when they end while a thread of gloo frees a tensor."""
     command = [sys.executable, "-c", FREES_A_TENSOR + script, str(store)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment = {**kept, "OMP_NUM_THREADS": "1"}
     both = [
         subprocess.Popen([*command, str(rank)], env=environment, stdout=output, stderr=subprocess.DEVNULL)
         for rank in range(2)
