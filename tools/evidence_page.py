@@ -214,7 +214,7 @@ def _curves() -> str:
 
 def _cost(section: str) -> str:
     """The range of the ratios of step times in a section of the cost."""
-    cells = fragments.results("cost")["sections"][section]
+    cells = cost_section.with_defaults(fragments.results("cost")["sections"][section])
     steps = [statistics.median(found["step"]["ratios"]) for found in cells.values()]
     return f"{min(steps):.2f} to {max(steps):.2f}"
 

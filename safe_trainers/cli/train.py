@@ -2,7 +2,6 @@
 
 import argparse
 import atexit
-import contextlib
 import gc
 import io
 import os
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 PROGRAMS = frozenset({"safe_trainers.cli.__main__", "safe-trainers"})
 """Names of the main module of a training command."""
 UNFLUSHED = 120
-"""Exit status of Python if what was printed cannot be written at the end."""
+"""Exit status of a process that cannot write its output at the end, as that of Python."""
 EPILOG = """every key of a recipe is also an option, which overrides the file:
   safe-trainers grpo --config recipes/grpo/tiny_vlm_bf16.yaml --learning_rate 1e-4
 in several processes:
@@ -221,18 +220,18 @@ def leave_at_exit(status: int) -> None:
 
 
 def _flush_files() -> bool:
-    """Writes what open files hold in memory; returns whether that succeeds for the standard streams."""
+    """Writes what open files hold in memory, and says what cannot be written; returns whether everything was."""
+    errors: dict[str, Exception] = {}
     for file in gc.get_objects():
         if isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
-            with contextlib.suppress(OSError, ValueError):  # as Python does, also for a file that is closed
+            try:
                 file.flush()
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()
-    except OSError:
-        return False
-    return True
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError):  # a ValueError is about a file that is closed or has no stream
+                    errors[str(getattr(file, "name", "a file"))] = error
+    for name, error in errors.items():
+        os.write(2, f"error: {name} cannot be written: {error}\n".encode())
+    return not errors
 
 
 def _is_program() -> bool:

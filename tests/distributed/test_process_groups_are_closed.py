@@ -82,15 +82,19 @@ output_dir: out
 
 
 def end_of_two(store, script, output=subprocess.PIPE):
-    """What two processes print, and their exit statuses, when they end while a thread of gloo frees a tensor."""
+    """What two processes print, and their exit statuses, when they end while a thread of gloo frees a tensor.
+
+    If the output goes to a file, what they print as errors.
+    """
     command = [sys.executable, "-c", FREES_A_TENSOR + script, str(store)]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment = {**kept, "OMP_NUM_THREADS": "1"}
     both = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=output, stderr=subprocess.DEVNULL)
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=output, stderr=subprocess.PIPE)
         for rank in range(2)
     ]
-    return [((process.communicate(timeout=120)[0] or b"").decode(), process.returncode) for process in both]
+    read = 0 if output == subprocess.PIPE else 1
+    return [(process.communicate(timeout=120)[read].decode(), process.returncode) for process in both]
 
 
 def test_a_process_that_frees_a_tensor_at_its_end_is_aborted(tmp_path):
@@ -110,6 +114,7 @@ def test_a_process_whose_output_cannot_be_written_at_the_end_has_pythons_status(
     with open("/dev/full", "w") as full:
         both = end_of_two(tmp_path / "store", LEAVES.format(status=0), output=full)
     assert [status for _, status in both] == [120, 120]
+    assert all("error: <stdout> cannot be written: [Errno 28]" in printed for printed, _ in both)
 
 
 def test_a_program_that_calls_a_command_does_not_leave():
