@@ -66,6 +66,7 @@ def page() -> str:
         task: [found["step"]["more"] * 1e3 for cell, found in cells.items() if f" {task} " in cell]
         for task in ("sft", "grpo")
     }  # fmt: skip
+    took = [found["step"]["stock"] * 1e3 for found in cells.values()]
     large = [median(list(points.values())[-1]["step"]) for points in parts["growth"].values()]
     rolled = [median(found["step"]) for found in with_defaults(parts["rollouts"]).values()]
     built = [found["construction"] for found in cells.values()]
@@ -75,7 +76,7 @@ def page() -> str:
     growth = growth_page.read()
     steepest = growth_page.steepest(growth)
     refused = {reason for found in parts["images"].values() for reason in found["refused"]}
-    shares = "on all images, for " + ", ".join(sorted(refused)) if refused else "once for equal images"
+    shares = f"on all images ({'; '.join(sorted(refused))})" if refused else "once for equal images"
     return (
         "\n".join(
             [
@@ -83,7 +84,7 @@ def page() -> str:
                 "",
                 f"A step takes {min(steps):.2f} to {max(steps):.2f} times the CPU time of stock TRL on toy models, "
                 "whose steps take",
-                f"9 to 35 ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, "
+                f"{min(took):.0f} to {max(took):.0f} ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, "
                 f"{min(more['grpo']):.1f} to",
                 f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest size of "
                 "each series the ratio is",
@@ -104,7 +105,7 @@ def page() -> str:
                 "float32",
                 "weights and `bf16=True` this saves time on models that are not tiny, because autocast keeps its "
                 "casts of",
-                "frozen weights (`keep_frozen_casts`). It costs time where a layer takes less time than its casts, "
+                "frozen weights (`keep_frozen_casts`). It saves less, or costs time, where a layer takes less time than its casts, "
                 "and for long",
                 "completions on a CPU, because torch's CPU attention of one query to 512 keys takes about seven "
                 "times as long in",
@@ -114,9 +115,8 @@ def page() -> str:
                 "",
                 "By default, a tower runs once for equal images if no gradient flows into it and the features are "
                 "then bit-identical, which",
-                f"depends on the kernels of a CPU. Here, by default, it ran {shares}. "
-                'With `share_media_features="always"` features may differ in',
-                "their last bits. The last column counts the images of calls without a gradient into the tower.",
+                f"depends on the kernels of a CPU. Here, by default, it ran {shares}.",
+                'With `share_media_features="always"` features may differ in their last bits. The last column counts the images of calls without a gradient into the tower.",
                 "",
                 "## The time of your run",
                 "",

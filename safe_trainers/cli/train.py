@@ -229,8 +229,8 @@ def _flush_files() -> bool:
             except (OSError, ValueError) as error:
                 if isinstance(error, OSError):  # a ValueError is about a file that is closed or has no stream
                     errors[str(getattr(file, "name", "a file"))] = error
-    for name, error in errors.items():
-        os.write(2, f"error: {name} cannot be written: {error}\n".encode())
+    for name, reason in errors.items():
+        os.write(2, f"error: {name} cannot be written: {reason}\n".encode())
     return not errors
 
 
