@@ -84,7 +84,8 @@ def page() -> str:
                 "",
                 f"A step takes {min(steps):.2f} to {max(steps):.2f} times the CPU time of stock TRL on toy models, "
                 "whose steps take",
-                f"{min(took):.0f} to {max(took):.0f} ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for SFT, "
+                f"{min(took):.0f} to {max(took):.0f} ms: {min(more['sft']):.1f} to {max(more['sft']):.1f} ms more for "
+                "SFT, "
                 f"{min(more['grpo']):.1f} to",
                 f"{max(more['grpo']):.1f} ms for GRPO. Little of this grows with the model: at the largest size of "
                 "each series the ratio is",
@@ -105,7 +106,8 @@ def page() -> str:
                 "float32",
                 "weights and `bf16=True` this saves time on models that are not tiny, because autocast keeps its "
                 "casts of",
-                "frozen weights (`keep_frozen_casts`). It saves less, or costs time, where a layer takes less time than its casts, "
+                "frozen weights (`keep_frozen_casts`). It saves less, or costs time, where a layer takes less time "
+                "than its casts, "
                 "and for long",
                 "completions on a CPU, because torch's CPU attention of one query to 512 keys takes about seven "
                 "times as long in",
@@ -116,7 +118,9 @@ def page() -> str:
                 "By default, a tower runs once for equal images if no gradient flows into it and the features are "
                 "then bit-identical, which",
                 f"depends on the kernels of a CPU. Here, by default, it ran {shares}.",
-                'With `share_media_features="always"` features may differ in their last bits. The last column counts the images of calls without a gradient into the tower.",
+                'With `share_media_features="always"` features may differ in their last bits. The last column counts '
+                "the images of calls without a",
+                "gradient into the tower.",
                 "",
                 "## The time of your run",
                 "",
