@@ -223,7 +223,8 @@ def _flush_files() -> bool:
     """Writes what open files hold in memory, and says what cannot be written; returns whether everything was."""
     errors: dict[str, Exception] = {}
     for file in gc.get_objects():
-        if isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+        # Not `isinstance`, which asks a proxy for the class of its object.
+        if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
             try:
                 file.flush()
             except (OSError, ValueError) as error:

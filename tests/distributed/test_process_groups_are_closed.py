@@ -32,7 +32,7 @@ import sys
 held = free_a_tensor(sys.argv[1], int(sys.argv[2]))
 """
 LEAVES = """
-import atexit, sys, time
+import atexit, sys, time, weakref
 from concurrent.futures import ThreadPoolExecutor
 from safe_trainers.cli.train import leave_at_exit
 from torch import distributed
@@ -47,6 +47,7 @@ distributed.init_process_group("gloo", init_method="file://" + store, rank=rank,
 atexit.register(end)
 pool = ThreadPoolExecutor()
 pool.submit(lambda: (time.sleep(3), print("a thread has ended", end="")))  # after what the exit handler waits for
+proxy = weakref.proxy(type("Gone", (), dict())())  # whose class cannot be asked
 kept_open = open(store + "-" + str(rank), "w")
 kept_open.write("written")
 leave_at_exit(status)
