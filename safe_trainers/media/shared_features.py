@@ -2,7 +2,8 @@
 
 The `get_*_features` methods of a model get the distinct images only, and their result is repeated. This is done while
 no gradient flows into the tower, and, by default, only if the features are bit-identical: kernels may choose another
-order of summation for another number of images, so each combination of shapes is computed both ways once.
+order of summation for another number of images, so each combination of shapes is computed both ways once. Where they
+do so for few images only, the distinct images are computed several times, which still saves at least half of the work.
 """
 
 import functools
@@ -11,7 +12,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any, ClassVar
@@ -20,8 +21,8 @@ import torch
 from torch import nn
 
 from ..boundaries.cast_hooks import with_entries
+from ..core import patches
 from ..core.feature import Feature, Run
-from ..core.patches import replace
 from ..model.parts import FEATURE_METHODS, find_parts
 from ..model.trial_forward import undisturbed
 from ..policy.settings import ALWAYS, OFF
@@ -65,6 +66,10 @@ class Repeats:
         """The sizes of the distinct images."""
         return tuple(self.sizes[index] for index in self.distinct)
 
+    def copied(self, copies: int) -> "Repeats":
+        """The same images, of which each distinct one is computed several times."""
+        return replace(self, distinct=self.distinct * copies)
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -99,9 +104,15 @@ class _Call:
 
 @dataclass
 class _Decision:
-    """What is known of a combination of shapes: how results are divided, or `None` if they are not shared."""
+    """What is known of a combination of shapes.
 
-    plan: Any = field(default=None)
+    Attributes:
+        plan: How results are divided; `None` if they are not shared.
+        copies: How many times each distinct image is computed.
+    """
+
+    plan: Any = None
+    copies: int = 1
 
 
 class SharedFeatures(Feature):
@@ -131,7 +142,9 @@ class SharedFeatures(Feature):
                 for name in FEATURE_METHODS:
                     function = getattr(getattr(container, name, None), "__func__", None)
                     if function is not None:
-                        replace("shared-features", container, name, MethodType(self._sharing(function), container))
+                        patches.replace(
+                            "shared-features", container, name, MethodType(self._sharing(function), container)
+                        )
 
     def _sharing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
@@ -164,38 +177,44 @@ class SharedFeatures(Feature):
     def _share(
         self, name: str, features: Callable[..., Any], module: nn.Module, call: "_Call", repeats: Repeats
     ) -> Any:
-        number, few = len(repeats.kinds), call.selected(repeats)
-        self.seen += number
+        self.seen += len(repeats.kinds)
         kind = self.run.accelerator.device.type
         context = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        key = (name, id(module), module.training, context, call.shapes(), few.shapes())
+        key = (name, id(module), module.training, context, call.shapes(), call.selected(repeats).shapes())
         decision = self._decisions.get(key)
         if decision is not None and decision.plan is not None:
-            self.computed += len(repeats.distinct)
+            computed = repeats.copied(decision.copies)
+            self.computed += len(computed.distinct)
             try:
-                return _expand(few.run(features), decision.plan, repeats)
+                return _expand(call.selected(computed).run(features), decision.plan, computed)
             except _NotShareableError:  # images of other sizes have another number of rows
                 self._decisions[key] = self._refuse("the number of rows of an image depends on its values")
-        self.computed += number
+        self.computed += len(repeats.kinds)
         output = call.run(features)
         if decision is None and len(self._decisions) < LIMIT:
-            self._decisions[key] = self._compare(partial(few.run, features), module, repeats, output)
+            self._decisions[key] = self._compare(features, module, call, repeats, output)
         return output
 
-    def _compare(self, features: Callable[[], Any], module: nn.Module, repeats: Repeats, output: Any) -> _Decision:
+    def _compare(
+        self, features: Callable[..., Any], module: nn.Module, call: "_Call", repeats: Repeats, output: Any
+    ) -> _Decision:
         """Computes the features of the distinct images, and compares them with those of all images."""
         kind = f"{len(repeats.kinds)} images, {len(repeats.distinct)} distinct"
-        try:
-            with undisturbed(module):
-                shared = features()
-            plan = _plan(output, shared, repeats)
-            same = _same_bits(output, _expand(shared, plan, repeats))
-        except Exception as error:  # a method may need all images; the run goes on with the result for all
-            reason = "the result is not divided by image" if isinstance(error, _NotShareableError) else repr(error)
-            return self._refuse(f"{kind}: {reason}")
-        if not same and self.run.settings.share_media_features != ALWAYS:
-            return self._refuse(f"{kind}: the features are not bit-identical")
-        return _Decision(plan)
+        copies, most = 1, max(1, len(repeats.kinds) // (2 * len(repeats.distinct)))
+        while copies <= most:
+            computed = repeats.copied(copies)
+            try:
+                with undisturbed(module):
+                    shared = call.selected(computed).run(features)
+                plan = _plan(output, shared, computed)
+                same = _same_bits(output, _expand(shared, plan, computed))
+            except Exception as error:  # a method may need all images; the run goes on with the result for all
+                reason = "the result is not divided by image" if isinstance(error, _NotShareableError) else repr(error)
+                return self._refuse(f"{kind}: {reason}")
+            if same or self.run.settings.share_media_features == ALWAYS:
+                return _Decision(plan, copies)
+            copies *= 2
+        return self._refuse(f"{kind}: the features are not bit-identical")
 
     def _refuse(self, reason: str) -> _Decision:
         logger.info("features are computed for each image: %s", reason)

@@ -183,6 +183,21 @@ def test_features_that_are_not_bit_identical_are_not_shared():
         assert all("not bit-identical" in reason for reason in feature.refused)
 
 
+@pytest.mark.parametrize(("least", "computed"), [(2, 2), (3, 4), (5, 8)])
+def test_images_whose_kernels_compute_few_otherwise_are_computed_several_times(least, computed):
+    cell = Cell("llava", "grpo", "bf16", "bf16", lora=True)
+    found = {}
+    for shared in ("identical", "off"):
+        trainer = build(cell, shared, num_generations=8, steps=3)
+        find_parts(trainer.model).towers["multi_modal_projector"].register_forward_hook(
+            lambda module, args, output: output * (1.5 if len(output) < least else 1)
+        )
+        *found[shared], images = train(trainer)
+        assert images[-4:] == [computed if shared == "identical" else 8] * 4
+        assert bool(sharing_of(trainer).refused) is (shared == "identical" and computed == 8)
+    assert found["identical"] == found["off"]
+
+
 def test_dropout_in_the_tower_is_not_shared():
     trainer = build(Cell("llava", "grpo", "fp32", "bf16", lora=True), "identical", num_generations=8)
     trainer.model.train()
