@@ -183,8 +183,10 @@ def is_reference(scored: nn.Module, policy: nn.Module) -> bool:
         scored: The model that is scored, possibly wrapped.
         policy: The policy model, possibly wrapped.
     """
-    if unwrap(extract_model_from_parallel(scored)) is not unwrap(extract_model_from_parallel(policy)):
-        return True
+    if scored is not policy:
+        base, other = (unwrap(extract_model_from_parallel(model)) for model in (scored, policy))
+        if base is not other:
+            return True
     disabled, active = adapter_state(scored)
     return disabled or "ref" in active
 
