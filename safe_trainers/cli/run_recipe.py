@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shlex
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -138,17 +139,32 @@ def dry_run(recipe: Any) -> Any:
         PrecisionError: If the precision settings cannot work.
     """
     from .build_inputs import teacher_of
-    from .launch_env import SHARED_FOLDER
 
     recipe.training.resume_from_checkpoint = None
     recipe.extra.warm_up_steps = 0
     if teacher_of(recipe) is not None:
         recipe.script.teacher_warm_up_steps = 0
-    with tempfile.TemporaryDirectory(prefix="safe-trainers-dry-run-") as own:
-        # Launched processes share a folder. The output_dir of the recipe stays untouched.
-        recipe.training.output_dir = str(Path(os.environ.get(SHARED_FOLDER, own), "dry-run"))
+    with _shared_scratch() as scratch:
+        recipe.training.output_dir = str(scratch / "dry-run")  # the output_dir of the recipe stays untouched
         trainer, _ = build(recipe, Console(quiet=True))
         return trainer.precision.report if trainer.accelerator.is_main_process else None
+
+
+@contextlib.contextmanager
+def _shared_scratch() -> Iterator[Path]:
+    """Yields an empty folder, the same for all processes, which is removed when all have left the block."""
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    from .launch_env import SHARED_FOLDER
+
+    with tempfile.TemporaryDirectory(prefix="safe-trainers-dry-run-") as own:
+        shared, state = os.environ.get(SHARED_FOLDER), PartialState()
+        scratch = Path(shared or broadcast_object_list([own])[0])  # under torchrun, the one of the main process
+        yield scratch
+        state.wait_for_everyone()
+        if state.is_local_main_process and shared is None:  # another machine has a folder of the same name
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def build(recipe: Any, console: Console, trainer_class: type | None = None) -> tuple[Any, Any]:

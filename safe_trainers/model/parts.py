@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -17,6 +18,8 @@ from torch import nn
 
 FEATURE_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 """The methods of transformers models that return a tower's features, which are merged into the embeddings."""
+_PATHS: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+"""Where a search found the input embeddings of a model."""
 
 
 @dataclass(frozen=True)
@@ -274,13 +277,23 @@ def _ancestors(root: nn.Module, target: nn.Module | None) -> Iterator[nn.Module]
     """Yields the modules that contain `target`, outermost first, without `target` itself."""
     if target is None:
         return
-    name = next((name for name, module in root.named_modules() if module is target), None)
-    if not name:
-        return
-    module = root
-    for part in name.split("."):
+    path = _PATHS.get(root, ())
+    if not path or _at(root, path) is not target:  # a search passes through all modules of a model
+        name = next((name for name, module in root.named_modules() if module is target), None)
+        path = _PATHS[root] = tuple(name.split(".")) if name else ()
+    module: Any = root
+    for part in path:
         yield module
-        module = getattr(module, part)
+        module = module._modules[part]
+
+
+def _at(module: Any, path: tuple[str, ...]) -> nn.Module | None:
+    """Returns the module at a path of names of children; `None` if there is none."""
+    for part in path:
+        module = module._modules.get(part)
+        if module is None:
+            return None
+    return module
 
 
 def _has_layers(module: nn.Module) -> bool:

@@ -12,7 +12,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import LogitsProcessorList
@@ -35,6 +37,9 @@ distribution."""
 
 BUFFER_BYTES = 2**20
 """Logits of several steps are scored together up to this size, about a CPU cache; larger buffers are slower."""
+
+_ACCEPTS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
+"""Which functions `generate` take the argument; their signatures are read once."""
 
 
 class Recorder(LogitsProcessorList):
@@ -118,8 +123,14 @@ def takes_recording(model: Any) -> bool:
 
 def _accepts_recording(generate: Callable[..., Any]) -> bool:
     """Whether a `generate` has the argument, or passes on arguments that it does not have."""
-    parameters = inspect.signature(generate).parameters
-    return ARGUMENT in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    function = getattr(generate, "__func__", generate)  # a method is another object each time
+    accepts = _ACCEPTS.get(function) if isinstance(function, FunctionType) else None
+    if accepts is None:
+        parameters = inspect.signature(generate).parameters
+        accepts = ARGUMENT in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if isinstance(function, FunctionType):
+            _ACCEPTS[function] = accepts
+    return accepts
 
 
 @dataclass
