@@ -144,9 +144,10 @@ def load_named_adapters(folder: Path, model: Any) -> bool:
 
 @contextlib.contextmanager
 def adapters_kept_active(model: Any) -> Iterator[None]:
-    """Keeps which adapters are active, and which weights are trained, while a block loads adapters.
+    """Keeps which adapters are active, which weights are trained, and the parameters, while a block loads adapters.
 
-    Loading activates one adapter, and makes all its weights trainable or none.
+    Loading activates one adapter, and makes all its weights trainable or none. It replaces parameters in half
+    precision by others in float32, which an optimizer that exists already would not update.
 
     Args:
         model: The model, with adapters or without.
@@ -156,9 +157,18 @@ def adapters_kept_active(model: Any) -> Iterator[None]:
         return
     own, active = vars(model).get("active_adapter"), list(model.active_adapters)
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    places = [(module._parameters, dict(module._parameters)) for module in model.modules() if module._parameters]
     try:
         yield
     finally:
+        for held, before in places:
+            for name, parameter in before.items():
+                loaded = held.get(name)
+                if parameter is None or loaded is None or loaded is parameter or loaded.shape != parameter.shape:
+                    continue
+                with torch.no_grad():
+                    parameter.copy_(loaded)
+                held[name] = parameter
         if list(model.active_adapters) != active:
             # PEFT's wrapper activates one adapter, its tuner also several.
             model.set_adapter(active[0]) if len(active) == 1 else model.base_model.set_adapter(active)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedModel, trainer_utils
+from transformers.trainer_utils import TrainOutput
 
 from ..core.dtypes import from_torch, join_dtypes, parse_dtype
 from ..core.errors import CheckpointError, raise_if, refuse, warn
@@ -46,7 +47,7 @@ from .folder import (
     restore_replaced,
 )
 from .integrity import safetensors_dtypes
-from .trainer_state import WINDOW, TrainerState
+from .trainer_state import WINDOW, FinishedRunError, TrainerState
 from .weights import cast_weights, load_as_saved, saved_under_other_names, virtual_tokens_cast
 
 
@@ -264,8 +265,16 @@ class ExactCheckpoints:
         return chosen
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains; a run that is resumed after its last step trains nothing, where transformers trains one more."""
         self._trainer_state.begin_loop(batch_size)
-        return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
+        try:
+            return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
+        except FinishedRunError as error:
+            self._run.warn_once(warn("run-is-finished", str(error)))
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._load_best_model()
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        return TrainOutput(self.state.global_step, 0.0, {})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restores the trainer's state; transformers calls this once, before the first step after a resume."""

@@ -49,6 +49,10 @@ _PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "I;16"}
 """Image modes that PNG stores without loss."""
 
 
+class FinishedRunError(Exception):
+    """A run is resumed after its last step. Not raised to users: it ends the training loop before a batch."""
+
+
 class TrainerState:
     """The state on which a trainer's next step depends, saved with each checkpoint and restored on resume.
 

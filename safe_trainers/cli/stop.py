@@ -38,10 +38,11 @@ class StopAtStep(TrainerCallback):
             end_by(self._signals.received)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops if any process has a signal."""
+        """Stops if any process has a signal, except after the last step, which ends training anyway."""
         self._agree()
         if self._signals.received is not None and self._group is None:
             self.stopped = True
+        self.stopped = self.stopped and state.global_step < state.max_steps
         if self.stopped:
             control.should_training_stop = control.should_save = control.should_log = True
             control.should_evaluate = False

@@ -187,6 +187,11 @@ WARNINGS = index(
         "resume from a checkpoint of this release, or `resume_from_checkpoint=None`, to start again",
     ),
     Finding(
+        "run-is-finished",
+        "the run has no step left, so that nothing is trained and the weights stay those of the checkpoint.",
+        "set a larger `max_steps` to train on, or `resume_from_checkpoint=None` to start again",
+    ),
+    Finding(
         "no-optimizer-state",
         "the checkpoint was saved with `save_only_model=True`. The optimizer's state is lost, and the learning rate, "
         "the random state and the order of data start again.",

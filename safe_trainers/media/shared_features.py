@@ -2,8 +2,9 @@
 
 The `get_*_features` methods of a model get the distinct images only, and their result is repeated. This is done while
 no gradient flows into the tower, and, by default, only if the features are bit-identical: kernels may choose another
-order of summation for another number of images, so each combination of shapes is computed both ways once. Where they
-do so for few images only, the distinct images are computed several times, which still saves at least half of the work.
+order of summation for another number of images, so each combination of shapes is computed both ways once, with the
+images of the batch and with values that show the order. Where kernels choose another order for few images only, the
+distinct images are computed several times, which still saves at least half of the work.
 """
 
 import functools
@@ -28,6 +29,7 @@ from ..model.trial_forward import undisturbed
 from ..policy.settings import ALWAYS, OFF
 from .caster import MEDIA_KEYS
 from .inputs import MediaInputs
+from .order_probe import OrderProbe
 
 
 logger = logging.getLogger(__name__)
@@ -208,6 +210,10 @@ class SharedFeatures(Feature):
                     shared = call.selected(computed).run(features)
                 plan = _plan(output, shared, computed)
                 same = _same_bits(output, _expand(shared, plan, computed))
+                if same and self.run.settings.share_media_features != ALWAYS:
+                    with undisturbed(module), OrderProbe():
+                        every, few = call.run(features), call.selected(computed).run(features)
+                    same = _same_bits(every, _expand(few, plan, computed))
             except Exception as error:  # a method may need all images; the run goes on with the result for all
                 reason = "the result is not divided by image" if isinstance(error, _NotShareableError) else repr(error)
                 return self._refuse(f"{kind}: {reason}")

@@ -1,0 +1,124 @@
+"""Makes the results of matrix products depend on the order in which a kernel sums.
+
+Kernels may sum in another order for another number of rows. In half precision the results are rounded so much that
+two orders give the same bits for most values, and other bits for a few: a comparison on one batch does not show the
+difference. In the block of `OrderProbe`, each product is computed with operands of the same shapes and dtypes whose
+exact product is zero, so that the result is the rounding error alone, which every change of the order changes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+_SPREAD = 14
+"""Number of powers of two by which terms are scaled. Sums of terms of one size could be exact."""
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
+"""Matrix products, by the position of their first factor; what is before it is added to the product."""
+_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_fused_attention_overrideable,
+)
+
+
+class OrderProbe(TorchDispatchMode):
+    """Replaces the results of matrix products, convolutions and attention in a block by their rounding errors.
+
+    Equal rows of the first factor have equal results in the block exactly if the kernel sums them in the same order.
+    The results are scaled to between 0.5 and 1 in size, so that later operations depend on them. Other operations are
+    computed as they are.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Computes one operation with other operands, if it is a product."""
+        packet = func.overloadpacket
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if packet in _PRODUCTS and args[_PRODUCTS[packet]].shape[-1] > 1:
+            errors = func(*_product(args, _PRODUCTS[packet]), **kwargs)
+        elif packet is _aten.convolution and args[1][0].numel() > 1:
+            errors = func(*_convolution(args), **kwargs)
+        elif packet in _ATTENTION and args[2].shape[-2] > 1:
+            errors = func(*_attention(args), **kwargs)
+        else:
+            return result
+        if isinstance(result, torch.Tensor):
+            return _mantissas(result) + _mantissas(errors)
+        # The further results of attention are for its backward pass.
+        return type(result)((_mantissas(result[0]) + _mantissas(errors[0]), *result[1:]))
+
+
+def _product(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
+    """Returns other factors of a product of matrices, (..., M, K) and (..., K, N), to which zeros are added."""
+    left, right = args[first : first + 2]
+    added = (torch.zeros_like(value) for value in args[:first])
+    return (*added, _paired(left, -1, opposite=True), _paired(right, -2), *args[first + 2 :])
+
+
+def _convolution(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns another input, (N, C, ...), another weight and no bias.
+
+    In windows that do not overlap, as of patches, the entries that cancel lie as far apart as a kernel's loops allow;
+    else they are channels.
+    """
+    value, weight, bias, stride, padding, *rest = args
+    axis, size = next(((axis, n) for axis, n in enumerate(weight.shape[2:], 2) if n > 1), (1, 1))
+    if axis == 1 or list(stride) != list(weight.shape[2:]) or any(padding):
+        axis = size = 1
+    others = _paired(value, axis, period=size if axis > 1 else None, opposite=True), _paired(weight, axis)
+    return (*others, None if bias is None else torch.zeros_like(bias), stride, padding, *rest)
+
+
+def _attention(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns other keys, of which two and two are equal and have the same weight, and values with opposite signs."""
+    query, key, value, *rest = args
+    return (query, _paired(key, -2), _paired(value, -2, opposite=True), *rest)
+
+
+def _paired(value: torch.Tensor, axis: int, period: int | None = None, opposite: bool = False) -> torch.Tensor:
+    """Returns a tensor whose second half along an axis repeats the first; an odd entry at the end becomes zero.
+
+    Args:
+        value: The tensor; the result has its shape, dtype and strides.
+        axis: The axis over which a kernel sums.
+        period: Number of entries of each sum along the axis, if it has several sums.
+        opposite: Whether the second half has the opposite sign. Both are then scaled by powers of two.
+    """
+    overlaps = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+    made = torch.empty_like(value)
+    if not overlaps:
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    made.zero_()
+    if period is not None:
+        sums = value.shape[axis] // period
+        value, made_parts = (t.narrow(axis, 0, sums * period).unflatten(axis, (sums, period)) for t in (value, made))
+        axis += 1
+    else:
+        made_parts = made
+    axis %= value.ndim
+    half = value.shape[axis] // 2
+    first = _mantissas(value.narrow(axis, 0, half))
+    if opposite:
+        first = first * _powers(first.shape[axis:], first)
+    made_parts.narrow(axis, 0, half).copy_(first)
+    made_parts.narrow(axis, half, half).copy_(-first if opposite else first)
+    return made
+
+
+def _powers(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+    """Returns powers of two that change from entry to entry."""
+    exponents = torch.arange(shape.numel(), device=like.device) * 5 % _SPREAD
+    return torch.exp2(exponents.float()).to(like.dtype).view(shape)
+
+
+def _mantissas(value: torch.Tensor) -> torch.Tensor:
+    """Returns the mantissas of a tensor with their signs, between 0.5 and 1 in size; zeros stay."""
+    return torch.frexp(value.float()).mantissa.to(value.dtype)
