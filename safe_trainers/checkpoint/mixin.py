@@ -83,6 +83,8 @@ class ExactCheckpoints:
     accelerator: Any
     state: Any
     model: Any
+    control: Any
+    callback_handler: Any
     _run: Run
     _get_output_dir: Callable[..., str]
 

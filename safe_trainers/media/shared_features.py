@@ -224,7 +224,8 @@ class SharedFeatures(Feature):
 
     def _refuse(self, reason: str) -> _Decision:
         logger.info("features are computed for each image: %s", reason)
-        self.refused.append(reason)
+        if reason not in self.refused:
+            self.refused.append(reason)
         return _Decision()
 
     @property
