@@ -249,7 +249,7 @@ TARGETS = {
     "own classes in the MRO": 4,
     "overrides of train": 1,
     "tests that read a private name of a trainer": 9,
-    "pixel_values": 12,  # shared_features.py, order_probe.py and rows.py compare images; core/feature.py measures phases
+    "pixel_values": 12,  # three files compare images, and core/feature.py measures phases
     "a LoRA parameter": 12,
     "precision: fp16": 10,
     "a misspelt dtype": 5,
