@@ -351,8 +351,8 @@ def counted(point: Point, safe: bool) -> dict[str, float]:
 def counted_images(point: Point) -> dict[str, Any]:
     """Counts the images that the model of a safe trainer is called with, and those on which its tower runs.
 
-    Images are counted in calls with equal images while no gradient flows into the tower. The one comparison of the
-    features of distinct and of all images, for each combination of shapes, is not counted.
+    Images are counted in calls with equal images while no gradient flows into the tower. Comparisons of the
+    features of distinct and of all images, once for each combination of shapes, are not counted.
 
     Returns:
         The images as `seen`, those on which the tower runs as `computed`, and in `refused` why they are as many.

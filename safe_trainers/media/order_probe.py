@@ -39,8 +39,12 @@ class OrderProbe(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Computes one operation with other operands, if it is a product."""
-        packet = func.overloadpacket
-        kwargs = kwargs or {}
+        packet, kwargs = getattr(func, "overloadpacket", None), kwargs or {}
+        if torch.is_inference_mode_enabled() and packet is not None:
+            with self:  # in inference mode, operations that are made of others arrive whole
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         result = func(*args, **kwargs)
         if packet in _PRODUCTS and args[_PRODUCTS[packet]].shape[-1] > 1:
             errors = func(*_product(args, _PRODUCTS[packet]), **kwargs)

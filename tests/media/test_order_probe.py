@@ -82,6 +82,19 @@ def test_equal_calls_have_equal_results_of_the_same_form(kind, dtype):
     assert torch.equal(operation(values), true)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_mode_computes_the_same(kind):
+    torch.manual_seed(0)
+    operation, draw = kind(torch.bfloat16)
+    values = draw(8)
+    found = []
+    for context in (torch.no_grad, torch.inference_mode):
+        with context(), OrderProbe():
+            found.append(operation(values))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], operation(values))
+
+
 @torch.no_grad()
 def test_operands_have_no_product_but_the_rounding_errors_of_the_order():
     left, right = _product((torch.randn(4, 64), torch.randn(64, 8)), 0)
