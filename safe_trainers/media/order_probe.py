@@ -2,8 +2,9 @@
 
 Kernels may sum in another order for another number of rows. In half precision the results are rounded so much that
 two orders give the same bits for most values, and other bits for a few: a comparison on one batch does not show the
-difference. In the block of `OrderProbe`, each product is computed with operands of the same shapes and dtypes whose
-exact product is zero, so that the result is the rounding error alone, which every change of the order changes.
+difference. In the block of `OrderProbe`, each product is computed a second time, with operands of the same shapes and
+dtypes whose exact product is zero. That result is the rounding error alone, which almost every change of the order
+changes.
 """
 
 from collections.abc import Mapping
@@ -28,11 +29,11 @@ _ATTENTION = (
 
 
 class OrderProbe(TorchDispatchMode):
-    """Replaces the results of matrix products, convolutions and attention in a block by their rounding errors.
+    """Adds rounding errors to the results of matrix products, convolutions and attention in a block.
 
-    Equal rows of the first factor have equal results in the block exactly if the kernel sums them in the same order.
-    The results are scaled to between 0.5 and 1 in size, so that later operations depend on them. Other operations are
-    computed as they are.
+    If a kernel sums equal rows in another order, their results in the block differ. Results and errors are scaled to
+    between 0.5 and 1 in size first, so that neither is lost in the sum, and so that later operations depend on both.
+    Other operations are computed as they are.
     """
 
     def __torch_dispatch__(
