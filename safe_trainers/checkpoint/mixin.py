@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedModel, trainer_utils
-from transformers.trainer_utils import TrainOutput
 
 from ..core.dtypes import from_torch, join_dtypes, parse_dtype
 from ..core.errors import CheckpointError, raise_if, refuse, warn
@@ -47,7 +46,7 @@ from .folder import (
     restore_replaced,
 )
 from .integrity import safetensors_dtypes
-from .trainer_state import WINDOW, FinishedRunError, TrainerState
+from .trainer_state import WINDOW, TrainerState
 from .weights import cast_weights, load_as_saved, saved_under_other_names, virtual_tokens_cast
 
 
@@ -84,7 +83,6 @@ class ExactCheckpoints:
     state: Any
     model: Any
     control: Any
-    callback_handler: Any
     _run: Run
     _get_output_dir: Callable[..., str]
 
@@ -267,16 +265,22 @@ class ExactCheckpoints:
         return chosen
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains; a run that is resumed after its last step trains nothing, where transformers trains one more."""
         self._trainer_state.begin_loop(batch_size)
-        try:
-            return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
-        except FinishedRunError as error:
-            self._run.warn_once(warn("run-is-finished", str(error)))
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            self._load_best_model()
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        return TrainOutput(self.state.global_step, 0.0, {})
+        return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Returns the batches of a step: none if the run is resumed after its last step, where stock trains one more.
+
+        Args:
+            *args: Passed to `Trainer.get_batch_samples`.
+            **kwargs: Passed to `Trainer.get_batch_samples`.
+        """
+        step, last = self.state.global_step, self.state.max_steps
+        if 0 < last <= step and not self._trainer_state.stepped:
+            self._run.warn_once(warn("run-is-finished", f"the checkpoint is of step {step} of {last}"))
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restores the trainer's state; transformers calls this once, before the first step after a resume."""

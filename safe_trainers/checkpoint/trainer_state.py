@@ -49,20 +49,20 @@ _PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "I;16"}
 """Image modes that PNG stores without loss."""
 
 
-class FinishedRunError(Exception):
-    """A run is resumed after its last step. Not raised to users: it ends the training loop before a batch."""
-
-
 class TrainerState:
     """The state on which a trainer's next step depends, saved with each checkpoint and restored on resume.
 
     Args:
         run: The run.
         names: Attributes of the trainer that are saved, if it has them (`ExactCheckpoints.exact_state`).
+
+    Attributes:
+        stepped: Whether a step was computed since the training loop began.
     """
 
     def __init__(self, run: Run, names: tuple[str, ...]) -> None:
         self._run, self._trainer, self._names = run, run.trainer, names
+        self.stepped = False
         self._batch_size: int | None = None
         self._running_loss: torch.Tensor | None = None
         self._order: dict[str, Any] | None = None
@@ -217,7 +217,7 @@ class TrainerState:
         Args:
             batch_size: The batch size of the loop.
         """
-        self._resumed, self._carried_loss = self._read, None
+        self._resumed, self._carried_loss, self.stepped = self._read, None, False
         if self._batch_size is not None:
             self._run.tell("on_train_exit")
             self._run.wake()
@@ -299,6 +299,7 @@ class TrainerState:
         Args:
             loss: The loss of a step.
         """
+        self.stepped = True
         if self._carried_loss is not None:
             loss, self._carried_loss = self._carried_loss + loss, None
         return loss

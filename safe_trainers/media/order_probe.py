@@ -49,7 +49,7 @@ class OrderProbe(TorchDispatchMode):
         result = func(*args, **kwargs)
         if packet in _PRODUCTS and args[_PRODUCTS[packet]].shape[-1] > 1:
             errors = func(*_product(args, _PRODUCTS[packet]), **kwargs)
-        elif packet is _aten.convolution and args[1][0].numel() > 1:
+        elif packet is _aten.convolution and args[1][0].numel() > 1 and not args[6]:  # not transposed
             errors = func(*_convolution(args), **kwargs)
         elif packet in _ATTENTION and args[2].shape[-2] > 1:
             errors = func(*_attention(args), **kwargs)
@@ -69,17 +69,20 @@ def _product(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
 
 
 def _convolution(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns another input, (N, C, ...), another weight and no bias.
+    """Returns another input, (N, C, ...), another weight, (K, C / groups, ...), and no bias.
 
-    In windows that do not overlap, as of patches, the entries that cancel lie as far apart as a kernel's loops allow;
-    else they are channels.
+    The input repeats the first entries of an axis with alternating signs, so that entries cancel in every window,
+    whether windows overlap or not. If windows have one entry, channels of a group cancel.
     """
-    value, weight, bias, stride, padding, *rest = args
-    axis, size = next(((axis, n) for axis, n in enumerate(weight.shape[2:], 2) if n > 1), (1, 1))
-    if axis == 1 or list(stride) != list(weight.shape[2:]) or any(padding):
-        axis = size = 1
-    others = _paired(value, axis, period=size if axis > 1 else None, opposite=True), _paired(weight, axis)
-    return (*others, None if bias is None else torch.zeros_like(bias), stride, padding, *rest)
+    value, weight, bias, stride, padding, dilation, *rest = args
+    axis = next((axis for axis, size in enumerate(weight.shape[2:], 2) if size > 1), 1)
+    if axis > 1:
+        value = _alternating(value, axis, weight.shape[axis] // 2, dilation[axis - 2])
+    else:
+        groups = value.shape[1] // weight.shape[1]
+        value = _paired(value.unflatten(1, (groups, -1)), 2, opposite=True).flatten(1, 2)
+    bias = None if bias is None else torch.zeros_like(bias)
+    return (value, _paired(weight, axis, flipped=axis == 1), bias, stride, padding, dilation, *rest)
 
 
 def _attention(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -88,34 +91,41 @@ def _attention(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (query, _paired(key, -2), _paired(value, -2, opposite=True), *rest)
 
 
-def _paired(value: torch.Tensor, axis: int, period: int | None = None, opposite: bool = False) -> torch.Tensor:
+def _paired(value: torch.Tensor, axis: int, opposite: bool = False, flipped: bool = True) -> torch.Tensor:
     """Returns a tensor whose second half along an axis repeats the first; an odd entry at the end becomes zero.
 
     Args:
         value: The tensor; the result has its shape, dtype and strides.
         axis: The axis over which a kernel sums.
-        period: Number of entries of each sum along the axis, if it has several sums.
         opposite: Whether the second half has the opposite sign. Both are then scaled by powers of two.
+        flipped: Whether the second half is in reverse order. Kernels that add sums of blocks would else find zero.
     """
-    overlaps = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
-    made = torch.empty_like(value)
-    if not overlaps:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    made.zero_()
-    if period is not None:
-        sums = value.shape[axis] // period
-        value, made_parts = (t.narrow(axis, 0, sums * period).unflatten(axis, (sums, period)) for t in (value, made))
-        axis += 1
-    else:
-        made_parts = made
     axis %= value.ndim
     half = value.shape[axis] // 2
     first = _mantissas(value.narrow(axis, 0, half))
     if opposite:
         first = first * _powers(first.shape[axis:], first)
-    made_parts.narrow(axis, 0, half).copy_(first)
-    made_parts.narrow(axis, half, half).copy_(-first if opposite else first)
-    return made
+    second = first.flip(axis) if flipped else first
+    odd = torch.zeros_like(value.narrow(axis, 0, value.shape[axis] - 2 * half))
+    return _with_strides(value, torch.cat([first, -second if opposite else second, odd], axis))
+
+
+def _alternating(value: torch.Tensor, axis: int, size: int, dilation: int) -> torch.Tensor:
+    """Returns a tensor that repeats its first entries along an axis, with the opposite sign every other time."""
+    index = torch.arange(value.shape[axis], device=value.device) // dilation
+    first = _mantissas(value.narrow(axis, 0, min(size, value.shape[axis])))
+    first = first * _powers(first.shape[axis:], first)
+    sign = 1 - 2 * (index // size % 2)
+    repeated = first.index_select(axis, index % size) * sign.view(-1, *[1] * (value.ndim - axis - 1)).to(value.dtype)
+    return _with_strides(value, repeated)
+
+
+def _with_strides(value: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    """Returns a content in a tensor with the strides of another one, on which the choice of a kernel may depend."""
+    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        return content
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return made.copy_(content)
 
 
 def _powers(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
@@ -125,5 +135,5 @@ def _powers(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
 
 
 def _mantissas(value: torch.Tensor) -> torch.Tensor:
-    """Returns the mantissas of a tensor with their signs, between 0.5 and 1 in size; zeros stay."""
-    return torch.frexp(value.float()).mantissa.to(value.dtype)
+    """Returns the mantissas of a tensor with their signs, between 0.5 and 1 in size; zeros stay, NaN becomes 0."""
+    return torch.frexp(value.float().nan_to_num()).mantissa.to(value.dtype)

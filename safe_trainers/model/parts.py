@@ -284,15 +284,13 @@ def _ancestors(root: nn.Module, target: nn.Module | None) -> Iterator[nn.Module]
     module: Any = root
     for part in path:
         yield module
-        module = module._modules[part]
+        module = getattr(module, part)
 
 
-def _at(module: Any, path: tuple[str, ...]) -> nn.Module | None:
+def _at(module: Any, path: tuple[str, ...]) -> Any:
     """Returns the module at a path of names of children; `None` if there is none."""
     for part in path:
-        module = module._modules.get(part)
-        if module is None:
-            return None
+        module = getattr(module, part, None)
     return module
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from ..checkpoint.mixin import ExactCheckpoints
-from ..checkpoint.trainer_state import FinishedRunError, TrainerState
+from ..checkpoint.trainer_state import TrainerState
 from ..core.errors import ContractError, raise_if
 from ..core.feature import Feature, Run
 from ..core.phase_clock import OPTIMIZER, REFERENCE, SCORING
@@ -378,8 +378,6 @@ class _Events(TrainerCallback):
             self._run.clock.start()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if 0 < state.max_steps <= state.global_step:
-            raise FinishedRunError(f"the checkpoint is of step {state.global_step} of {state.max_steps}")
         self._trainer_state.begin_epoch(kwargs.get("train_dataloader"))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

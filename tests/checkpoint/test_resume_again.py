@@ -122,6 +122,8 @@ def test_a_finished_run_trains_nothing(task, of, steps, tmp_path):
     with pytest.warns(PrecisionWarning, match="run-is-finished"):
         result = again.train(resume_from_checkpoint=True)
     assert (result.global_step, again.state.global_step) == (2, 2)
+    assert result.metrics["train_loss"] == 0
+    assert not again.is_in_train
     assert (counter.begun, counter.steps, counter.ended) == (1, 0, 1)
     after = weights(again)
     assert all(torch.equal(value, after[name]) for name, value in weights(first).items())
@@ -145,3 +147,30 @@ def test_a_finished_run_can_be_trained_on(tmp_path):
     more = finishing(tmp_path, SafeSFTTrainer, steps=3)
     more.train(resume_from_checkpoint=True)
     assert more.state.global_step == 3
+
+
+class Shortens(TrainerCallback):
+    """Ends a run with an epoch, by its number of steps."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.max_steps = state.global_step
+
+
+class Extends(TrainerCallback):
+    """Lets a resumed run train more steps."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.max_steps = 4
+
+
+@pytest.mark.filterwarnings("error::safe_trainers.PrecisionWarning")
+@pytest.mark.parametrize(("callback", "steps", "resumes"), [(Shortens, 8, False), (Extends, 2, True)])
+def test_a_callback_that_changes_the_number_of_steps_does_what_it_does_in_stock(callback, steps, resumes, tmp_path):
+    ends = []
+    for name, of in (("stock", trl.SFTTrainer), ("safe", SafeSFTTrainer)):
+        if resumes:
+            finishing(tmp_path / name, of, steps=steps).train()
+        trainer = finishing(tmp_path / name, of, steps=steps)
+        trainer.add_callback(callback())
+        ends.append((trainer.train(resume_from_checkpoint=resumes or None).training_loss, trainer.state.global_step))
+    assert ends[0] == ends[1]

@@ -6,9 +6,10 @@ import torch
 from cells import Cell
 from peft import LoraConfig
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from safe_trainers import SafeGRPOConfig
-from safe_trainers.media.order_probe import OrderProbe, _product
+from safe_trainers.media.order_probe import OrderProbe, _convolution, _product
 from safe_trainers.media.shared_features import SharedFeatures
 
 
@@ -35,6 +36,26 @@ def convolution(dtype):
     return lambda x: functional.conv2d(x, weight, padding=1), lambda n: torch.randn(n, 3, 12, 12).to(dtype)
 
 
+def groups(dtype):
+    weight = torch.randn(64, 32, 3, 3).to(dtype)
+    return lambda x: functional.conv2d(x, weight, padding=1, groups=2), lambda n: torch.randn(n, 64, 7, 7).to(dtype)
+
+
+def dilated(dtype):
+    weight = torch.randn(16, 8, 4).to(dtype)
+    return lambda x: functional.conv1d(x, weight, stride=2, dilation=3), lambda n: torch.randn(n, 8, 60).to(dtype)
+
+
+def depthwise(dtype):
+    weight = torch.randn(16, 1, 8).to(dtype)
+    return lambda x: functional.conv1d(x, weight, groups=16), lambda n: torch.randn(n, 16, 40).to(dtype)
+
+
+def pointwise(dtype):
+    weight = torch.randn(16, 16, 1).to(dtype)
+    return lambda x: functional.conv1d(x, weight, groups=2), lambda n: torch.randn(n, 32, 10).to(dtype)
+
+
 def attention(dtype):
     return lambda x: functional.scaled_dot_product_attention(x, x, x), lambda n: torch.randn(n, 2, 20, 16).to(dtype)
 
@@ -43,7 +64,8 @@ def matrices(dtype):
     return lambda x: x @ x.transpose(-1, -2), lambda n: torch.randn(n, 2, 12, 16).to(dtype)
 
 
-KINDS = (linear, wide, patches, convolution, attention, matrices)
+CONVOLUTIONS = (patches, convolution, groups, dilated, depthwise, pointwise)
+KINDS = (linear, wide, *CONVOLUTIONS, attention, matrices)
 
 
 def differ(operation, few, repeats):
@@ -96,12 +118,37 @@ def test_inference_mode_computes_the_same(kind):
 
 
 @torch.no_grad()
-def test_operands_have_no_product_but_the_rounding_errors_of_the_order():
+def test_factors_have_no_product_but_the_rounding_errors_of_the_order():
     left, right = _product((torch.randn(4, 64), torch.randn(64, 8)), 0)
     exact, size = left.double() @ right.double(), left.double().abs() @ right.double().abs()
     assert exact.abs().max() < 1e-9 * size.max()
     order = torch.randperm(64)
     assert ((left[:, order] @ right[order]) != (left @ right)).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@torch.no_grad()
+def test_entries_of_windows_cancel(kind):
+    """In windows without padding, in which an entry could lack its opposite."""
+    torch.manual_seed(0)
+    operation, draw = kind(torch.float32)
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.convolution.default:
+                called.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        operation(draw(2))
+    value, weight, _, stride, padding, *rest = _convolution(called[0])
+    unpadded = (stride, [0] * len(padding), *rest)
+    assert weight.count_nonzero() > 0.6 * weight.numel()
+    exact = torch.ops.aten.convolution(value.double(), weight.double(), None, *unpadded)
+    size = torch.ops.aten.convolution(value.double().abs(), weight.double().abs(), None, *unpadded)
+    assert exact.abs().max() < 1e-9 * size.max()
+    assert value.stride() == called[0][0].stride()
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
