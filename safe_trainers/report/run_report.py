@@ -349,6 +349,9 @@ def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
             yield _tensors([d.name for d in members]), _to(members), reason
     for name in preparation.fp32_modules:
         yield name, "computes in float32", "fp32_modules"
+    if preparation.renewed:
+        why = "new DoRA adapters compute what the base model computes"
+        yield _tensors([*preparation.renewed]), "set to the norms of the forward pass", why
     for boundary in run.boundaries.boundaries:
         yield f"{boundary.side} of {boundary.module or 'the model'}", _CASTS[boundary.side], boundary.reason
     if run.coverage["rollout"].state == COVERED and run.policy.autocast.value is not None:

@@ -40,6 +40,7 @@ from ..policy import distributed
 from ..policy.resolve import FLAG_OF, autocast_switches, resolve
 from ..policy.settings import PrecisionSettings
 from ..weights import unify_dtypes
+from ..weights.dora import match_forward
 from ..weights.fp32_modules import covers_head
 from ..weights.prepare import prepare_reference, prepare_weights
 from .coverage import check_bases, contract_of, describe_engine, why_not_aligned
@@ -225,6 +226,9 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
     media = functools.cache(lambda: processing_class if _has_media(dataset) else None)
     unify_mixed_weights(run, model, media)
     match_operations(run, model, media)
+    if run.weights.magnitudes and not run.casts_late:
+        forward = partial(trial_error, model, media(), run.policy.autocast.value)
+        run.weights = run.weights.with_renewed(match_forward(run.weights.magnitudes, forward))
     for warning in (*run.policy.warnings, *run.weights.warnings, *found):
         run.warn_once(warning, key=str(warning))
     if run.is_main:

@@ -16,6 +16,7 @@ from . import fp32_modules, quantized_layers
 from .bitsandbytes import QuantPlan as Quantized
 from .bitsandbytes_loading import fresh_heads, unusable_head
 from .cast import ParameterCast, apply_casts, table
+from .dora import FreshMagnitude, fresh_magnitudes
 from .lost_updates import lost_share
 from .quantized_layers import MeasuredLayers
 from .trainables import TrainableContext, decide, refuse_upcast
@@ -29,10 +30,12 @@ class PreparedWeights:
     Attributes:
         decisions: One cast for each trainable parameter and each parameter of `fp32_modules`.
         quantized: The changes of a quantised model.
-        layers: What the layers of quantisers other than bitsandbytes compute.
         layout: The changes that let a model with weights of several dtypes compute.
         fp32_modules: Names, in the base model, of the modules that compute in float32.
         warnings: Warnings about a loss of precision.
+        layers: What the layers of quantisers other than bitsandbytes compute.
+        magnitudes: The DoRA magnitudes of adapters that were not trained.
+        renewed: Names of those that were set to the norms of the forward pass.
     """
 
     decisions: tuple[ParameterCast, ...] = ()
@@ -41,10 +44,16 @@ class PreparedWeights:
     fp32_modules: tuple[str, ...] = ()
     warnings: tuple[Problem, ...] = ()
     layers: tuple[MeasuredLayers, ...] = ()
+    magnitudes: tuple[FreshMagnitude, ...] = ()
+    renewed: tuple[str, ...] = ()
 
     def with_layout(self, layout: Layout) -> "PreparedWeights":
         """Returns a copy with another `layout`."""
         return replace(self, layout=layout)
+
+    def with_renewed(self, names: tuple[str, ...]) -> "PreparedWeights":
+        """Returns a copy with other `renewed`."""
+        return replace(self, renewed=names)
 
     @property
     def casts(self) -> bool:
@@ -59,6 +68,7 @@ class PreparedWeights:
             "layers": [group.to_dict() for group in self.layers],
             "layout": None if self.layout is None else self.layout.to_dict(),
             "fp32_modules": list(self.fp32_modules),
+            "renewed": list(self.renewed),
             "warnings": [warning.to_dict() for warning in self.warnings],
         }
 
@@ -110,6 +120,7 @@ def prepare_weights(
         quantized = quantization.plan(model, compute, exempt=exempt)
         problems += quantized.problems
     raise_if(problems)
+    magnitudes = fresh_magnitudes(model)
     fp32_modules.guard(model, modules)
     if quantized is not None:
         quantization.reconcile(model, quantized)
@@ -121,7 +132,7 @@ def prepare_weights(
     warnings = [*_half_trainables(model, trainables, context)]
     int8 = None if quantized is None else quantization.int8_rounds_inputs(model, quantized.compute)
     warnings += [] if int8 is None else [int8]
-    return PreparedWeights(casts, quantized, None, tuple(modules), tuple(warnings), layers)
+    return PreparedWeights(casts, quantized, None, tuple(modules), tuple(warnings), layers, magnitudes)
 
 
 def _heads(model: nn.Module) -> Iterator[ParameterCast]:
