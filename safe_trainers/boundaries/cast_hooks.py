@@ -34,7 +34,7 @@ from ..model.parts import (
 
 _PATCH = "features"
 _LEAVES = (*MATMUL_LEAVES, *NORM_LEAVES)
-_METHODS = ("forward", "_old_forward", *FEATURE_METHODS)
+_METHODS = ("forward", "_old_forward", "disable_adapter", *FEATURE_METHODS)
 """Methods of modules that this package replaces."""
 _MOVED = (("forward", "_old_forward"), ("_old_forward", "forward"))
 """Methods, and where they are after accelerate has added its own hook to a module, or removed it."""

@@ -148,6 +148,10 @@ PATCHES: Mapping[str, Patch] = {
         "4-bit layers of the model", ("support_avx512bf16_for_cpu",), LIFETIME,
         "bitsandbytes packs a layer in another order when it is evaluated on some CPUs, and then gives it no gradient",
     ),
+    "prompt-reference": Patch(
+        "the policy model, and the forward pass of its base", ("disable_adapter", "forward"), LIFETIME,
+        "to disable virtual tokens, PEFT replaces the forward pass that accelerate runs under autocast",
+    ),
     "dora-norm": Patch(
         "DoRA layers of the policy model", ("get_weight_norm",), BLOCK,
         "only a forward pass shows in which dtype PEFT computes the norms of weights, and methods have no hooks",

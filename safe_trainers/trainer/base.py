@@ -39,6 +39,7 @@ from ..numerics.gradient_norm import GradientNorm
 from ..policy import distributed
 from ..policy.resolve import FLAG_OF, autocast_switches, resolve
 from ..policy.settings import PrecisionSettings
+from ..policy.without_prompt import compute_reference_in_autocast
 from ..weights import unify_dtypes
 from ..weights.dora import match_forward
 from ..weights.fp32_modules import covers_head
@@ -229,6 +230,8 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
     if run.weights.magnitudes and not run.casts_late:
         forward = partial(trial_error, model, media(), run.policy.autocast.value)
         run.weights = run.weights.with_renewed(match_forward(run.weights.magnitudes, forward))
+    if not run.casts_late:  # accelerate has no autocast under DeepSpeed
+        compute_reference_in_autocast(model, run.args.device, run.policy.autocast.value)
     for warning in (*run.policy.warnings, *run.weights.warnings, *found):
         run.warn_once(warning, key=str(warning))
     if run.is_main:
