@@ -50,7 +50,7 @@ class Placements:
         """Prepares the model again if another accelerator has prepared it, and warns if the run's casts are gone."""
         self._run.preparation.renew(self._run.model)
         model = unwrap(self._run.model)
-        if model is self._model() and count_casts(model) != self._casts:
+        if model is self._model() and count_casts(self._run.model) != self._casts:
             name = type(self._run.trainer).__name__
             self._run.warn_once(
                 warn("model-of-another-trainer", f"the {type(model).__name__} of {name}", trainer=name)
