@@ -18,6 +18,7 @@ count its reward as 0. If one of several functions gives no reward, the completi
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -87,6 +88,7 @@ class MismatchMeter(Feature):
         self.own: dict[str, torch.Tensor] = {}
         # The batches of each mode that are not tallied yet: log-probabilities of trainer and sampler, and the mask.
         self._waiting: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+        self._elements: Counter[str] = Counter()
         self.gathered: dict[str, torch.Tensor] = {}
         self._dropout: bool | None = None  # whether dropout is active in training; `None` if unknown
         self._logged: set[str] = set()
@@ -247,6 +249,7 @@ class MismatchMeter(Feature):
         """Evaluates, and gathers the tallies of all ranks."""
         self.own.pop("eval", None)
         self._waiting.pop("eval", None)
+        del self._elements["eval"]
         self.gathered.pop("eval", None)
         result = call()
         self.before_log("eval")
@@ -286,7 +289,8 @@ class MismatchMeter(Feature):
             routes.count(trainer - sampler, mask)
         waiting = self._waiting.setdefault(mode, [])
         waiting.append((trainer.detach(), sampler.detach(), mask))
-        if sum(mask.numel() for *_, mask in waiting) > WAITING:
+        self._elements[mode] += mask.numel()
+        if self._elements[mode] > WAITING:
             self._tally(mode)
 
     def _count_change(self, now: torch.Tensor | None, batch: Mapping[str, Any]) -> None:
@@ -301,6 +305,7 @@ class MismatchMeter(Feature):
     def _tally(self, mode: str) -> None:
         """Tallies the batches that wait."""
         waiting = self._waiting.pop(mode, [])
+        del self._elements[mode]
         if waiting:
             self._add(joint_tally(waiting, self._limits), mode)
 
