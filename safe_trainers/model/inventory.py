@@ -6,7 +6,7 @@ Only reads the model, in one pass over the parameters, and never reads the value
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from .parts import (
     find_parts,
     floating_parameters,
     holds_packed,
+    is_copy,
     is_quantized,
     library_of,
     unwrap,
@@ -32,8 +33,6 @@ from .parts import (
 
 
 TEXT, HEAD, BUFFERS, OTHER = "language model", "head", "buffers", "other weights"
-REFERENCE_ADAPTERS = ("ref", "reference")
-"""TRL's names for the frozen copy of an adapter that serves as the reference."""
 _ADAPTERS = ("adapter", "reference adapter")
 _PLAIN = (torch.Tensor, nn.Parameter)
 _PROJECTORS = ("project", "connector", "merger", "resampler", "perceiver")
@@ -103,13 +102,16 @@ def count_groups(model: nn.Module, context: CountContext, name: str | None = Non
     buffers: dict[str, _Row] = {}
     seen: set[int] = set()
     widths: dict[type, int | None] = {}
+    adapters = getattr(model, "peft_config", None) or {}
     for place, module, place_part in walk(model):
         for own, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            part, held, compute = name or place_part, from_torch(parameter.dtype), None
-            kind = type(module)
+            held, compute, kind = from_torch(parameter.dtype), None, type(module)
+            # PEFT holds tensors without a layer, such as the rows of trained tokens, by the names of adapters.
+            owner = _part_of_adapter(own, adapters, place_part) if kind is nn.ParameterDict else place_part
+            part = name or owner
             # FSDP2 replaces a packed parameter with a plain one; its state remains an attribute of the layer.
             sharded = own == "weight" and hasattr(parameter, "to_local") and bits(module) == 4
             if sharded or is_quantized(parameter):
@@ -120,7 +122,9 @@ def count_groups(model: nn.Module, context: CountContext, name: str | None = Non
             else:
                 elements, size = _size(parameter)
             compute = compute or context.compute(part, parameter, held)
-            key = (part, held, name is None and parameter.requires_grad, compute)
+            # PEFT freezes some tensors of TRL's copy only when they are first scored; they have no gradients before.
+            copied = owner.startswith(_ADAPTERS[1]) and id(parameter) not in context.gradients
+            key = (part, held, name is None and parameter.requires_grad and not copied, compute)
             row = rows.get(key) or rows.setdefault(key, _Row())
             row.add(place + own, elements, size)
             if id(parameter) in context.gradients:
@@ -174,9 +178,14 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             if child is None:
                 continue
             inside = added or id(child) in layers
-            owner = f"{_ADAPTERS[1] if name in REFERENCE_ADAPTERS else _ADAPTERS[0]} ({name})"
-            below = part if not inside else owner if name in adapters else part if added else _ADAPTERS[0]
+            owner = _part_of_adapter(name, adapters, part if added else _ADAPTERS[0])
+            below = owner if inside else part
             stack.append((f"{prefix}{name}.", child, below, inside))
+
+
+def _part_of_adapter(name: str, adapters: Collection[str], part: str) -> str:
+    """Returns the part of what PEFT holds under a name: that of an adapter, or `part` if no adapter has this name."""
+    return f"{_ADAPTERS[is_copy(name, adapters)]} ({name})" if name in adapters else part
 
 
 def tower_kind(name: str, module: nn.Module) -> str:

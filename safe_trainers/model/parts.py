@@ -6,7 +6,7 @@ transformers 4.57 to 5.23, and also works for remote code with the same structur
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,8 @@ from torch import nn
 
 FEATURE_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 """The methods of transformers models that return a tower's features, which are merged into the embeddings."""
+REFERENCE_ADAPTERS = ("ref", "reference")
+"""TRL's names for the frozen copy of an adapter that serves as the reference."""
 _PATHS: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 """Where a search found the input embeddings of a model."""
 
@@ -191,7 +193,20 @@ def is_reference(scored: nn.Module, policy: nn.Module) -> bool:
         if base is not other:
             return True
     disabled, active = adapter_state(scored)
-    return disabled or "ref" in active
+    if disabled or not any(name in REFERENCE_ADAPTERS for name in active):
+        return disabled
+    adapters = getattr(extract_model_from_parallel(policy), "peft_config", {})
+    return any(is_copy(name, adapters) for name in active)
+
+
+def is_copy(name: str, adapters: Collection[str]) -> bool:
+    """Whether an adapter is TRL's copy of another one, which serves as the reference.
+
+    Args:
+        name: Name of the adapter.
+        adapters: Names of all adapters of the model. The only adapter is the policy's, also if it has such a name.
+    """
+    return name in REFERENCE_ADAPTERS and len(adapters) > 1
 
 
 def adapter_state(model: nn.Module) -> tuple[bool, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..core.coverage import COVERED, UNCOVERED
@@ -296,7 +297,7 @@ def _compute_of(run: Run, beside: list[tuple[str, nn.Module]]) -> Any:
     def compute(part: str, parameter: nn.Parameter, held: str) -> str | None:
         if id(parameter) in wide or (float32_head and part == HEAD):
             return FLOAT32
-        if autocast is not None:
+        if autocast is not None and parameter.dtype != torch.float64:  # which autocast does not cast
             return autocast
         return held if parameter.is_floating_point() and parameter.element_size() > 1 else None
 

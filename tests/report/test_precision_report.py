@@ -2,6 +2,7 @@
 shown."""
 
 import json
+import warnings
 from collections import Counter
 
 import cells
@@ -10,7 +11,7 @@ import torch
 import trl
 from cells import Cell
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, PrecisionWarning, SafeSFTConfig, tiny
 from safe_trainers.model.inventory import CountContext, count_groups
@@ -191,6 +192,21 @@ def test_what_was_changed_late_is_a_warning(tmp_path):
     assert not any("language model" in text for text in warned)
     assert report.exit_status == 1
     assert not any(verdict.level == "ok" for verdict in report.verdicts)
+
+
+def test_float64_weights_are_planned_as_autocast_computes_them(tmp_path):
+    """Autocast does not cast float64."""
+    model = AutoModelForCausalLM.from_pretrained(cells.folder("text"), dtype=torch.float64)
+    made = cells.arguments(Cell("text", "sft", "fp32", "bf16"), SafeSFTConfig, steps=1, output_dir=str(tmp_path))
+    made["args"].model_init_kwargs = None
+    trainer = cells.SAFE["sft"](**(made | {"model": model}))
+    planned = {group["part"]: group["compute"] for group in groups(trainer.precision.report)}
+    assert planned["language model"] == planned["head"] == "float64"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        trainer.train()
+    cells.reset_autocast()
+    assert [verdict for verdict in trainer.precision.report.verdicts if verdict.id == "plan-not-kept"] == []
 
 
 def test_it_is_shown_once_on_standard_error(tmp_path, capfd):
