@@ -26,10 +26,21 @@ class Sizes(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Meter(MismatchMeter):
+    """A meter that a test finds."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        run.trainer.meter = self
+
+
+class Trainer(cells.SAFE["grpo"]):
+    features = tuple(Meter if feature is MismatchMeter else feature for feature in cells.SAFE["grpo"].features)
+
+
 @pytest.fixture
 def meter():
-    trainer = cells.SAFE["grpo"](**cells.arguments(Cell("text", "grpo", "fp32", None), cells.PLAIN["grpo"]))
-    return trainer._run.feature(MismatchMeter)
+    return Trainer(**cells.arguments(Cell("text", "grpo", "fp32", None), cells.PLAIN["grpo"])).meter
 
 
 def count(meter, number):

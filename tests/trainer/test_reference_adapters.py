@@ -10,8 +10,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from safe_trainers import PrecisionWarning
+from safe_trainers.model.inventory import CountContext, count_groups
 from safe_trainers.model.parts import is_reference
-from safe_trainers.report.run_report import GROUPS, contradictions, count
+from safe_trainers.report.run_report import GROUPS, contradictions
 
 
 def adapted(dtype=torch.float32, name="default", **changes):
@@ -62,7 +63,10 @@ def test_a_reference_adapter_that_gets_gradients_contradicts_the_plan():
     trainer = build("dpo", adapted(trainable_token_indices=[1, 2, 3]))
     rows = next(p for name, p in trainer.model.named_parameters() if name.endswith("tokens_delta.ref"))
     rows.requires_grad_(True)
-    planned, found = count(trainer._run), count(trainer._run, {id(rows): "float32"})
+    planned, found = (
+        count_groups(trainer.model, CountContext(lambda *_: "bfloat16", gradients, {}))
+        for gradients in ({}, {id(rows): "float32"})
+    )
     assert contradictions(planned, planned) == []
     said = [problem.what for problem in contradictions(planned, found)]
     assert "trainable of the reference adapter (ref): planned frozen, found frozen and trained" in said
