@@ -16,27 +16,30 @@ from torch import nn
 
 from ..core.dtypes import to_torch
 from ..core.patches import patched, replace, replaced_by
+from .resolve import PrecisionPolicy
 
 
 _DISABLE = "disable_adapter"
 
 
-def compute_reference_in_autocast(model: nn.Module, device: torch.device, autocast: str | None) -> None:
+def compute_reference_in_autocast(model: nn.Module, device: torch.device, policy: PrecisionPolicy) -> None:
     """Runs the base of a PEFT model under the autocast of the run while virtual tokens are disabled.
 
     Args:
         model: The policy model. It is not changed if none of its adapters has virtual tokens.
         device: The device of the run.
-        autocast: The autocast dtype of the run; `None` without autocast.
+        policy: The policy of the run. The model is not changed without autocast.
     """
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     virtual = any(getattr(config, "is_prompt_learning", False) for config in configs.values())
-    if virtual and autocast is not None and hasattr(model, _DISABLE) and not replaced_by(model, _DISABLE):
-        replace("prompt-reference", model, _DISABLE, partial(_disabled, model, device.type, autocast))
+    if policy.autocast.value is None or not virtual or not hasattr(model, _DISABLE) or replaced_by(model, _DISABLE):
+        return
+    autocast = to_torch(policy.autocast.value)
+    replace("prompt-reference", model, _DISABLE, partial(_disabled, model, device.type, autocast))
 
 
 @contextlib.contextmanager
-def _disabled(model: Any, device: str, autocast: str) -> Iterator[None]:
+def _disabled(model: Any, device: str, autocast: torch.dtype) -> Iterator[None]:
     """Disables the adapters of a model, and runs the forward pass that replaces its own as accelerate runs that."""
     own = vars(model).get("forward")
     with type(model).disable_adapter(model):
@@ -44,6 +47,6 @@ def _disabled(model: Any, device: str, autocast: str) -> Iterator[None]:
         if base is own:  # adapters of other methods leave the forward pass of the model in place
             yield
             return
-        forward = convert_outputs_to_fp32(torch.autocast(device, to_torch(autocast))(base))
+        forward = convert_outputs_to_fp32(torch.autocast(device, autocast)(base))
         with patched("prompt-reference", model, forward=forward):
             yield

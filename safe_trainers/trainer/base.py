@@ -231,7 +231,7 @@ def construct(run: Run, guard: AdapterGuard, model: nn.Module, processing_class:
         forward = partial(trial_error, model, media(), run.policy.autocast.value)
         run.weights = run.weights.with_renewed(match_forward(run.weights.magnitudes, forward))
     if not run.casts_late:  # accelerate has no autocast under DeepSpeed
-        compute_reference_in_autocast(model, run.args.device, run.policy.autocast.value)
+        compute_reference_in_autocast(model, run.args.device, run.policy)
     for warning in (*run.policy.warnings, *run.weights.warnings, *found):
         run.warn_once(warning, key=str(warning))
     if run.is_main:
