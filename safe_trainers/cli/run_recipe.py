@@ -60,10 +60,11 @@ def run_recipe(
         The result.
 
     Raises:
-        RecipeError: If the trainer cannot be built; no file is written then.
+        RecipeError: If the trainer cannot be built, and no file is written then, or if no step was trained.
         PrecisionError: If the precision settings cannot work; no file is written then.
     """
     from ..recipes.identity import identity
+    from .batches import check_steps
     from .progress import LOG, LogFile, show_progress
     from .run_folder import explain_full_disk
     from .signals import StopSignals, end_by
@@ -90,6 +91,7 @@ def run_recipe(
         if stop.stopped:
             run.stopped = signals.received
         else:
+            check_steps(trainer, recipe)
             trainer.save_model(arguments.output_dir)
             if score is not None and signals.received is None:
                 run.after = measure()
@@ -182,6 +184,7 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
         RecipeError: If the trainer cannot be built.
         PrecisionError: If the precision settings cannot work.
     """
+    from transformers.trainer_utils import has_length
     from trl import get_peft_config, get_quantization_config
 
     import safe_trainers
@@ -189,6 +192,7 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
     from ..core.tasks import TASKS
     from ..recipes.load import load_rewards
     from ..trainer.from_config import declared_policy
+    from .batches import check_batches
     from .build_inputs import check_model_exists, make_datasets, make_model, make_teacher, teacher_of
     from .launch_env import check_launched
 
@@ -218,8 +222,10 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
         if teacher_of(recipe) is not None:
             settings["teacher_model"] = make_teacher(recipe, console)
             arguments.teacher_model_init_kwargs = _teacher_init_kwargs(recipe)
+        rows = len(dataset) if has_length(dataset) else None
         trainer = trainer_class(**settings)
         check_launched(trainer.accelerator)
+        check_batches(trainer, recipe, rows)
     return trainer, held_out
 
 
