@@ -92,6 +92,8 @@ def _load_dataset(recipe: Any) -> Any:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         which = "of the mixture" if recipe.mixture.datasets else script.dataset_name
         raise RecipeError(f"dataset {which} cannot be loaded: {shorten(str(cause), 300)}") from error
+    except StopIteration as error:  # raised for JSON files without a row
+        raise RecipeError(f"dataset {script.dataset_name or 'of the mixture'} has no rows: a file is empty") from error
     except RuntimeError as error:  # raised for a loading script, which datasets 4 does not run
         raise RecipeError(
             f"dataset {script.dataset_name} cannot be loaded: {shorten(str(error), 300)}. Write: dataset_name: the "
@@ -102,11 +104,13 @@ def _load_dataset(recipe: Any) -> Any:
 def _with_columns(recipe: Any, dataset: Any, checks_images: bool = True) -> Any:
     """Applies the column settings of the recipe to a dataset, and checks its rows for images if the recipe asks."""
     from ..data.dataset import prepare_dataset
-    from ..recipes.load import check_columns
+    from ..recipes.load import check_columns, check_reward_columns
 
     name = recipe.script.dataset_name or "of the mixture"
     made = prepare_dataset(dataset, recipe.extra, name, needs_images=recipe.extra.needs_images and checks_images)
-    check_columns(recipe, made.column_names or list(next(iter(made), {})))
+    columns = made.column_names or list(next(iter(made), {}))
+    check_columns(recipe, columns)
+    check_reward_columns(recipe, columns, dataset.column_names or columns)
     return made
 
 

@@ -13,7 +13,7 @@ from trl import TrlParser
 
 from ..core.errors import Place, PrecisionError, Problem, RecipeError, write_example
 from ..data.columns import missing_columns
-from ..rewards.registry import import_reward
+from ..rewards.registry import import_reward, missing_for_reward, needed_columns
 from .keys import RecipeArguments, recipe_classes
 from .settings import CommandLine
 from .validate import Checked, check_recipe, split_config
@@ -136,4 +136,26 @@ def check_columns(recipe: Recipe, columns: Sequence[str]) -> None:
     name, images = str(recipe.script.dataset_name), recipe.extra.needs_images
     wrong = missing_columns(recipe.task, name, columns, images, text_field)
     if wrong is not None:
+        raise RecipeError(wrong)
+
+
+def check_reward_columns(recipe: Recipe, columns: Sequence[str], there: Sequence[str]) -> None:
+    """Refuses a dataset without a column that a reward function cannot be called without.
+
+    Args:
+        recipe: The recipe; other tasks than `grpo` and `rloo` have no reward functions.
+        columns: The columns of the run.
+        there: The columns of the dataset.
+
+    Raises:
+        RecipeError: With all such reward functions, and the line that names the column.
+    """
+    asked: Mapping[str, str] | None = recipe.extra.dataset_columns  # type: ignore[assignment]
+    removes = bool(recipe.training.remove_unused_columns)
+    found = [
+        missing_for_reward(name, needed_columns(import_reward(name)), columns, there, asked, removes)
+        for name in getattr(recipe.script, "reward_funcs", None) or []
+    ]
+    wrong = [problem for problem in found if problem is not None]
+    if wrong:
         raise RecipeError(wrong)

@@ -65,6 +65,8 @@ def reference_problems(settings: Settings) -> Iterator[Problem]:
         yield from _dataset(settings)
     if settings.has("reward_funcs") and settings.sound("reward_funcs"):
         yield from _rewards(settings)
+        if settings.sound("dataset_name", "datasets", "dataset_columns", "remove_unused_columns"):
+            yield from _reward_columns(settings)
     if settings.sound("output_dir", "resume_from_checkpoint"):
         yield from _output(settings)
     if settings.sound("report_to"):
@@ -150,6 +152,9 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
         if not os.path.exists(name):
             yield settings.error(key, f"there is no dataset at {name}")
             return
+        if os.path.isfile(name) and os.path.getsize(name) == 0:
+            yield settings.error(key, f"dataset {name} has no rows: the file is empty")
+            return
         found = local_columns(Path(name), str(settings["dataset_train_split"]))
         yield from _columns(settings, name, found) if found else ()
 
@@ -190,6 +195,26 @@ def _rewards(settings: Settings) -> Iterator[Problem]:
             where = f" ({path})" if path is not None else ""
             what = f"the run imports the code of {name.rpartition('.')[0]}{where}, for the reward {name}"
             yield settings.note("reward_funcs", what, item=item)
+
+
+def _reward_columns(settings: Settings) -> Iterator[Problem]:
+    """Compares the columns of the dataset, if they are known, with those that the package's and TRL's rewards need."""
+    name, asked = settings["dataset_name"], settings["dataset_columns"] or {}
+    embedded = embedded_name(name)
+    if embedded is not None:
+        there = list(embedded_columns(embedded, settings.task)) if embedded in EMBEDDED_DATASETS else None
+    else:
+        known = name and is_path(name) and os.path.exists(name)
+        there = local_columns(Path(name), str(settings["dataset_train_split"])) if known else None
+    columns = list(asked) or there
+    if not columns or any(theirs not in (there or asked.values()) for theirs in asked.values()):
+        return  # not known, or reported elsewhere
+    for item, reward in enumerate(settings["reward_funcs"] or []):
+        needed = rewards.needed_columns(str(reward))
+        removes = bool(settings["remove_unused_columns"])
+        wrong = rewards.missing_for_reward(str(reward), needed, columns, there or [], asked, removes)
+        if wrong is not None:
+            yield wrong.at(settings.place("reward_funcs", item=item))
 
 
 def _output(settings: Settings) -> Iterator[Problem]:

@@ -9,10 +9,10 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core.errors import Fix, Problem, RecipeError, hint, nearest, run_command
+from ..core.errors import Fix, Problem, RecipeError, hint, nearest, run_command, write, write_example
 from ..tiny.rewards import completion_text
 from .math_answer import final_answer, same_answer
 
@@ -83,6 +83,14 @@ REWARDS: dict[str, Callable[..., list[Any]]] = {
 
 NEEDS_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 SOFT_OVERLONG = "get_soft_overlong_punishment"
+PASSED = frozenset(
+    ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+)
+"""What TRL passes to reward functions besides the columns of the dataset."""
+NOT_PASSED = frozenset(("prompt", "completion", "completion_ids"))
+"""The columns that TRL does not pass to reward functions under their own names."""
+PROMPT_COLUMNS = ("prompt", "image", "images")
+"""The columns that `remove_unused_columns` keeps."""
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", SOFT_OVERLONG)
 
 
@@ -130,6 +138,68 @@ def import_reward(name: str) -> Any:
     if not _accepts_trl_arguments(reward):
         raise RecipeError(not_a_reward(name))
     return reward
+
+
+def needed_columns(reward: Any) -> list[str]:
+    """The columns that a reward function cannot be called without.
+
+    Args:
+        reward: A function, or the name of one of `REWARDS` or `TRL_REWARDS`.
+
+    Returns:
+        Its parameters without a default that TRL does not pass itself; empty if it has no readable signature.
+    """
+    if isinstance(reward, str):
+        if reward not in REWARDS:  # TRL is not imported to read a name
+            return ["solution"] if reward in NEEDS_MATH_VERIFY else []
+        reward = REWARDS[reward]
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (ValueError, TypeError):  # not a function of Python, such as a model
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [one.name for one in parameters if one.kind in named and one.default is one.empty]
+    return [name for name in required if name not in PASSED]
+
+
+def missing_for_reward(
+    name: str,
+    needed: Sequence[str],
+    columns: Sequence[str],
+    there: Sequence[str],
+    asked: Mapping[str, Any] | None,
+    removes_unused: bool,
+) -> Problem | None:
+    """The problem of a reward function that needs a column which TRL does not pass to it.
+
+    Args:
+        name: The reward.
+        needed: Its `needed_columns`.
+        columns: The columns of the run.
+        there: The columns of the dataset.
+        asked: The recipe's `dataset_columns`.
+        removes_unused: The recipe's `remove_unused_columns`.
+
+    Returns:
+        The problem of the first such column; `None` if there is none.
+    """
+    passed = [column for column in columns if column in PROMPT_COLUMNS or not removes_unused]
+    missing = next((one for one in needed if one not in passed or one in NOT_PASSED), None)
+    if missing is None:
+        return None
+    what = f"reward {name} needs the column {missing!r}"
+    if missing in NOT_PASSED:
+        return Problem(f"{what}, which TRL passes as {missing}s", fix=Fix(f"rename its parameter to `{missing}s`"))
+    if missing in columns:
+        return Problem(f"{what}, which remove_unused_columns removes", fix=write(remove_unused_columns=False))
+    what += f", and the run has only {', '.join(columns)}"
+    used = set(asked.values()) if asked else set(PROMPT_COLUMNS)
+    spare = [column for column in there if column not in used]
+    if not spare:
+        return Problem(what, fix=Fix(f"use a dataset with a column {missing!r}, or drop `{name}` from `reward_funcs`"))
+    chosen = nearest(missing, spare) or spare[0]
+    kept = asked or {column: column for column in there if column != chosen}
+    return Problem(what, fix=write_example(dataset_columns={**kept, missing: chosen}))
 
 
 def needs_math_verify(name: str) -> Problem:

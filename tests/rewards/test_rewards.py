@@ -3,6 +3,7 @@
 import string
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from safe_trainers import RecipeError
 from safe_trainers.rewards.math_answer import final_answer, quantity, same_answer
 from safe_trainers.rewards.registry import (
+    NEEDS_MATH_VERIFY,
     REWARDS,
     TRL_REWARDS,
     import_reward,
     math_answer_reward,
+    missing_for_reward,
+    needed_columns,
     think_answer_format_reward,
     think_boxed_format_reward,
 )
@@ -156,4 +160,51 @@ def test_the_rewards_need_neither_torch_nor_another_package():
     )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
+    )
+
+
+def answers(completions, answer, *, level=None, **kwargs):
+    """A reward that needs a column."""
+    return [0.0] * len(completions)
+
+
+def test_a_reward_needs_the_columns_that_trl_does_not_pass():
+    assert needed_columns(answers) == ["answer"]
+    assert needed_columns(math_answer_reward) == ["solution"]
+    assert needed_columns(partial(answers, answer="5")) == []
+    assert needed_columns(think_answer_format_reward) == []
+    assert needed_columns(lambda prompts, completions, completion_ids, trainer_state, **kwargs: []) == []
+
+
+@pytest.mark.parametrize("name", [*REWARDS, *TRL_REWARDS])
+def test_the_columns_of_rewards_that_are_named_are_those_of_their_functions(name):
+    if name in NEEDS_MATH_VERIFY:
+        pytest.importorskip("math_verify")
+    assert needed_columns(name) == needed_columns(import_reward(name))
+
+
+@pytest.mark.parametrize(("columns", "there", "asked", "removes", "expected"), [
+    (["prompt", "answer"], None, None, False,
+     "reward r needs the column 'solution', and the run has only prompt, answer. "
+     "Write: dataset_columns: {prompt: prompt, solution: answer}"),
+    (["prompt"], ["question", "level", "solutions"], {"prompt": "question"}, False,
+     "reward r needs the column 'solution', and the run has only prompt. "
+     "Write: dataset_columns: {prompt: question, solution: solutions}"),
+    (["prompt"], None, None, False,
+     "reward r needs the column 'solution', and the run has only prompt. Use a dataset with a column 'solution', or "
+     "drop `r` from `reward_funcs`"),
+    (["prompt", "solution"], None, None, True,
+     "reward r needs the column 'solution', which remove_unused_columns removes. Write: remove_unused_columns: false"),
+    (["prompt", "solution"], None, None, False, None),
+])  # fmt: skip
+def test_a_missing_column_of_a_reward_is_named_with_the_line_to_write(columns, there, asked, removes, expected):
+    found = missing_for_reward("r", ["solution"], columns, there or columns, asked, removes)
+    assert (found and found.line()) == expected
+
+
+def test_a_parameter_that_trl_passes_in_the_plural_is_named():
+    found = missing_for_reward("r", ["prompt"], ["prompt"], ["prompt"], None, False)
+    assert (
+        found.line()
+        == "reward r needs the column 'prompt', which TRL passes as prompts. Rename its parameter to `prompts`"
     )
