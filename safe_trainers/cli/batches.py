@@ -1,6 +1,7 @@
-"""Checks whether the rows of a run make at least one batch: transformers trains no step otherwise, and ends well."""
+"""Checks whether the rows of a run make batches: without one, transformers trains no step and reports no error."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from ..core.errors import Fix, Problem, RecipeError, write
@@ -25,6 +26,34 @@ def check_batches(trainer: Any, recipe: Any, given: int | None) -> None:
     loader = trainer.get_train_dataloader()
     if has_length(loader) and len(loader) == 0:
         raise RecipeError(_too_few_rows(trainer, recipe, len(trainer.train_dataset)))
+
+
+def check_images(trainer: Any, recipe: Any) -> None:
+    """Refuses a dataset with images and text prompts if its first batch cannot be made.
+
+    Rollouts need conversations. Other trainers pass text to the processor, which may need marks for the images in it.
+
+    Args:
+        trainer: The trainer, before it trains.
+        recipe: The `Recipe`.
+
+    Raises:
+        RecipeError: With the line that makes conversations of the prompts.
+    """
+    from ..core.trl import has_rollouts
+    from ..data.rows import images_beside_text
+
+    problem = images_beside_text(trainer.train_dataset, str(recipe.script.dataset_name or "of the mixture"))
+    if problem is None:
+        return
+    if has_rollouts(type(trainer)):
+        raise RecipeError(problem)
+    rows = [row for row, _ in zip(trainer.train_dataset, range(trainer._train_batch_size), strict=False)]
+    try:
+        trainer.data_collator(rows)
+    except (ValueError, TypeError, LookupError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise RecipeError(replace(problem, what=f"{problem.what} ({type(error).__name__}: {why})")) from error
 
 
 def check_steps(trainer: Any, recipe: Any) -> None:

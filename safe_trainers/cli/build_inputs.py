@@ -103,7 +103,10 @@ def _load_dataset(recipe: Any) -> Any:
 
 def _with_columns(recipe: Any, dataset: Any, checks_images: bool = True) -> Any:
     """Applies the column settings of the recipe to a dataset, and checks its rows for images if the recipe asks."""
+    from datasets import Dataset
+
     from ..data.dataset import prepare_dataset
+    from ..data.rows import empty_row, read_columns
     from ..recipes.load import check_columns, check_reward_columns
 
     name = recipe.script.dataset_name or "of the mixture"
@@ -111,6 +114,12 @@ def _with_columns(recipe: Any, dataset: Any, checks_images: bool = True) -> Any:
     columns = made.column_names or list(next(iter(made), {}))
     check_columns(recipe, columns)
     check_reward_columns(recipe, columns, dataset.column_names or columns)
+    if isinstance(made, Dataset):
+        text_field = getattr(recipe.training, "dataset_text_field", None) or "text"
+        read = read_columns(recipe.task, columns, text_field)
+        wrong = empty_row(made, read, name, kept=len(made) < len(dataset))
+        if wrong is not None:
+            raise RecipeError(wrong)
     return made
 
 

@@ -192,7 +192,7 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
     from ..core.tasks import TASKS
     from ..recipes.load import load_rewards
     from ..trainer.from_config import declared_policy
-    from .batches import check_batches
+    from .batches import check_batches, check_images
     from .build_inputs import check_model_exists, make_datasets, make_model, make_teacher, teacher_of
     from .launch_env import check_launched
 
@@ -226,6 +226,7 @@ def build(recipe: Any, console: Console, trainer_class: type | None = None) -> t
         trainer = trainer_class(**settings)
         check_launched(trainer.accelerator)
         check_batches(trainer, recipe, rows)
+        check_images(trainer, recipe)
     return trainer, held_out
 
 

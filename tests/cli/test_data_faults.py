@@ -1,0 +1,93 @@
+"""Faults of local data end a training command with one line that names the row, the column or the line to write."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from safe_trainers.cli.main import main
+
+
+RECIPE = {
+    "model_name_or_path": "tiny:text", "dataset_name": "./data", "dtype": "float32", "bf16": False, "use_cpu": True,
+    "max_steps": 1, "per_device_train_batch_size": 2, "gradient_checkpointing": False, "progress": False,
+    "report_to": "none", "output_dir": "out", "save_strategy": "no", "logging_steps": 1, "precision_report": "off",
+}  # fmt: skip
+ROLLOUTS = {"reward_funcs": ["think_answer_format_reward"], "num_generations": 2, "max_completion_length": 4}
+GOOD = {"prompt": "p", "completion": "c"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+
+    def go(task="sft", rows=None, **changes):
+        if rows is not None:
+            Path("data", "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | changes))
+        capsys.readouterr()
+        status = main([task, "--config", "recipe.yaml"])
+        if status:
+            assert not Path("out").exists()
+        return status, capsys.readouterr().err.splitlines()[-1]
+
+    return go
+
+
+def test_an_empty_file_is_one_line_and_validate_knows_it(run, capsys):
+    assert run(rows=[]) == (2, "error: dataset ./data has no rows: a file is empty")
+    assert run(dataset_name="data/train.jsonl")[1].endswith(
+        "recipe.yaml:2: dataset data/train.jsonl has no rows: the file is empty"
+    )
+    assert main(["validate", "recipe.yaml", "--task", "sft"]) == 2
+    assert "has no rows: the file is empty" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("task", "rows", "changes", "said"), [
+    ("sft", [GOOD, GOOD | {"completion": None}, {"prompt": "q"}], {}, "row 1: column 'completion' is empty, and so "
+     "is that of 1 more: "),
+    ("sft", [{"text": "a"}, {"text": None}], {}, "row 1: column 'text' is empty: "),
+    ("sft", [{"body": None}, {"body": "a"}], {"dataset_text_field": "body"}, "row 0: column 'body' is empty: "),
+    ("sft", [{"s": 1, **GOOD}, {"s": 2, **GOOD}, {"s": 2, "prompt": "q"}], {"dataset_filter": {"s": 2}},
+     "row 1 of those that are kept: column 'completion' is empty: "),
+    ("dpo", [{"prompt": "p", "chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "b"}], {},
+     "row 1: column 'prompt' is empty: "),
+    ("kto", [GOOD | {"label": True}, GOOD], {}, "row 1: column 'label' is empty: "),
+])  # fmt: skip
+def test_a_row_without_a_value_is_named_with_its_column(task, rows, changes, said, run):
+    status, line = run(task, rows, **changes)
+    assert status == 2
+    assert line.startswith(f"error: dataset ./data, {said}")
+    assert ", or remove such rows" in line
+
+
+def test_rows_that_are_left_out_and_columns_that_are_not_read_may_be_empty(run):
+    rows = [{"s": 1, **GOOD}, {"s": 2, "prompt": "q"}, {"s": 1, "note": "n", **GOOD}]
+    assert run(rows=rows, dataset_filter={"s": 1})[0] == 0
+
+
+def write_images(prompt):
+    described = []
+    for number in range(4):
+        Image.new("RGB", (32, 32), (60 * number, 0, 0)).save(f"data/{number}.png")
+        described.append({"file_name": f"{number}.png", "prompt": prompt, "completion": "red"})
+    Path("data", "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in described))
+
+
+@pytest.mark.parametrize(("task", "changes"), [("sft", {}), ("grpo", ROLLOUTS)])
+def test_images_beside_text_prompts_are_refused_with_a_line_that_works(task, changes, run):
+    write_images("what colour?")
+    status, line = run(task, model_name_or_path="tiny:llava", **changes)
+    assert status == 2
+    assert line.startswith("error: dataset ./data has images, and its prompt is text without a place for them")
+    written = yaml.safe_load(line.partition("Write: ")[2])
+    assert written == {"dataset_columns": {"prompt": "prompt", "completion": "completion", "images": "image"}}
+    assert run(task, model_name_or_path="tiny:llava", **changes, **written)[0] == 0
+
+
+def test_text_that_marks_the_places_of_images_trains(run):
+    write_images("<image> what colour?")
+    assert run(model_name_or_path="tiny:llava")[0] == 0
