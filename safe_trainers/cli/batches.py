@@ -41,14 +41,17 @@ def check_images(trainer: Any, recipe: Any) -> None:
         RecipeError: With the line that makes conversations of the prompts.
     """
     from ..core.trl import has_rollouts
-    from ..data.rows import images_beside_text
+    from ..data.rows import images_beside_text, read_columns
 
-    problem = images_beside_text(trainer.train_dataset, str(recipe.script.dataset_name or "of the mixture"))
+    dataset = trainer.train_dataset
+    text_field = getattr(recipe.training, "dataset_text_field", None) or "text"
+    column = next(iter(read_columns(recipe.task, dataset.column_names or [], text_field)), None)
+    problem = images_beside_text(dataset, column, str(recipe.script.dataset_name or "of the mixture"))
     if problem is None:
         return
     if has_rollouts(type(trainer)):
         raise RecipeError(problem)
-    rows = [row for row, _ in zip(trainer.train_dataset, range(trainer._train_batch_size), strict=False)]
+    rows = [row for row, _ in zip(dataset, range(trainer._train_batch_size), strict=False)]
     try:
         trainer.data_collator(rows)
     except (ValueError, TypeError, LookupError) as error:

@@ -43,13 +43,13 @@ def demo(output_dir: str, overrides: Sequence[str] = (), console: "Console | Non
     """
     import torch
     import trl
-    from rich.console import Console
 
     from ..recipes.load import read_recipe
     from ..recipes.packaged import find
+    from ..report.render import console as standard_output
     from .run_recipe import run_recipe
 
-    console = console or Console()
+    console = console or standard_output(width=80)
     # The report is written to a file, so that the output fits one screen.
     argv = [
         "--config",

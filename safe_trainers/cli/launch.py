@@ -256,6 +256,8 @@ def _first_failure(folder: Path, count: int, first_rank: int = 0) -> tuple[int, 
     name, _, message = recorded["message"].partition(": ")  # torch writes the class and the message like this
     if name in _REFUSALS:
         return REFUSED, f"error: {message}"
+    if name == BrokenPipeError.__name__ and "on_broken_pipe" in recorded["extraInfo"]["py_callstack"]:
+        raise BrokenPipeError  # the processes print to the output of this one
     rank, stack = first_rank + int(files[0].parent.name), recorded["extraInfo"]["py_callstack"].rstrip()
     return CRASHED, f"process {rank} of {count} failed:\n{stack}"
 

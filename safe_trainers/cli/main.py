@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import textwrap
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from types import ModuleType
 from ..core.errors import SafeTrainersError, hint, nearest
 from ..core.tasks import EXPERIMENTAL, TASKS
 from ..core.versions import __version__
+from .streams import drop_output, open_closed_streams, was_printing
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,7 @@ def quieten() -> None:
 
 def run() -> None:
     """Runs `main` as the installed program, and exits."""
+    open_closed_streams()
     quieten()
     try:
         status = main()
@@ -187,27 +188,12 @@ def run() -> None:
         sys.exit(status)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, without a traceback
-    except BrokenPipeError:  # such as from `| head`
-        _drop_output()
-        sys.exit(141)
     except OSError as error:
-        if error.errno != errno.ENOSPC or not _was_printing(error):
+        broken = isinstance(error, BrokenPipeError)  # such as from `| head`
+        if not (broken or error.errno == errno.ENOSPC) or not was_printing(error, "safe_trainers"):
             raise
-        _drop_output()
+        drop_output()
+        if broken:
+            sys.exit(141)  # 128 + SIGPIPE
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(2)
-
-
-def _was_printing(error: OSError) -> bool:
-    """Returns whether the error comes from writing to standard output, and not to a file."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return error.filename is None and frame.f_globals["__name__"].split(".")[0] in {
-        "argparse",
-        "rich",
-        "safe_trainers",
-    }
-
-
-def _drop_output() -> None:
-    """Redirects standard output to the null device, because Python flushes it at exit and would fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

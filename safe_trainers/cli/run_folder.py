@@ -23,6 +23,7 @@ from ..recipes.identity import differences, identity
 from ..recipes.validate import Checked
 from .phases import show_phase
 from .plot import FILES
+from .streams import was_printing
 
 
 LOCK = "_run.lock"
@@ -120,6 +121,8 @@ def explain_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, OSError) and was_printing(error, show_phase.__module__):
+            raise  # it is about the output of the command, and not about the folder
         why = _disk_error(error) or _refused_write(folder)
         if why is None or isinstance(error, SafeTrainersError):
             raise

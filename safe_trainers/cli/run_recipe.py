@@ -64,13 +64,14 @@ def run_recipe(
         PrecisionError: If the precision settings cannot work; no file is written then.
     """
     from ..recipes.identity import identity
+    from ..report.render import console as standard_output
     from .batches import check_steps
     from .progress import LOG, LogFile, show_progress
     from .run_folder import explain_full_disk
     from .signals import StopSignals, end_by
     from .stop import StopAtStep
 
-    console = console or Console(quiet=os.environ.get("RANK", "0") != "0")
+    console = console or standard_output(width=80, quiet=os.environ.get("RANK", "0") != "0")
     arguments = recipe.training
     with explain_full_disk(Path(arguments.output_dir)), StopSignals() as signals:
         trainer, held_out = build(recipe, console, trainer_class)

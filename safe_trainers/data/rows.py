@@ -49,11 +49,12 @@ def empty_row(dataset: Any, columns: Sequence[str], name: str, kept: bool) -> Pr
     return None
 
 
-def images_beside_text(dataset: Any, name: str) -> Problem | None:
+def images_beside_text(dataset: Any, column: str | None, name: str) -> Problem | None:
     """The problem of a dataset with images whose prompts are text, in which no place for them is marked.
 
     Args:
         dataset: A dataset with the columns of a run.
+        column: The first of the columns that TRL reads, with the prompts; `None` if they are not known.
         name: Name of the dataset, for the message.
 
     Returns:
@@ -61,13 +62,13 @@ def images_beside_text(dataset: Any, name: str) -> Problem | None:
         a stream that does not tell its features.
     """
     features: Mapping[str, Any] = getattr(dataset, "features", None) or {}
-    images = next((column for column in IMAGE_KEYS if column in features and holds_images(features[column])), None)
-    texts = [column for column in features if getattr(features[column], "dtype", None) in ("string", "large_string")]
-    if images is None or not texts:
+    images = next((key for key in IMAGE_KEYS if key in features and holds_images(features[key])), None)
+    kind = getattr(features.get(column or ""), "dtype", None)
+    if images is None or kind not in ("string", "large_string"):
         return None
-    what = f"dataset {name} has images, and its {texts[0]} is text without a place for them"
-    if not set(ROLES) & set(texts):
+    what = f"dataset {name} has images, and its {column} is text without a place for them"
+    if column not in ROLES:
         return Problem(what, fix=Fix("use a dataset with conversations in `messages`, or with `prompt`"))
-    asked = {column: column for column in features if column not in IMAGE_KEYS}
+    asked = {key: key for key in features if key not in IMAGE_KEYS}
     why = "with dataset_columns, text becomes a conversation with the images in the user's message"
     return Problem(what, why, write(dataset_columns={**asked, IMAGES: images}))

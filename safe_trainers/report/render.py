@@ -209,12 +209,13 @@ def _size(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
 
 
-def console(stderr: bool = False, width: int = _WIDTH) -> "Console":
+def console(stderr: bool = False, width: int = _WIDTH, quiet: bool = False) -> "Console":
     """Returns a console.
 
     Args:
         stderr: Whether to print to standard error instead of standard output.
         width: Its width if the output is not a terminal.
+        quiet: Whether to print nothing.
     """
     from rich.console import Console
 
@@ -222,8 +223,8 @@ def console(stderr: bool = False, width: int = _WIDTH) -> "Console":
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # rich would exit with status 1, which means warnings
 
-    made = Ours(stderr=stderr)
-    return made if made.is_terminal else Ours(stderr=stderr, width=width)
+    made = Ours(stderr=stderr, quiet=quiet)
+    return made if made.is_terminal else Ours(stderr=stderr, width=width, quiet=quiet)
 
 
 def _columns(table: Table) -> list[str]:
