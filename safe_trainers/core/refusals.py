@@ -255,7 +255,8 @@ REFUSALS = index(
     Finding(
         "launched-with-another-precision",
         "the run computes in {compute} ({reason}) and ignores the launcher's setting, which contradicts it.",
-        "drop `mixed_precision` from the accelerate config, or request it in the run: `precision={launched!r}`",
+        "drop `mixed_precision` from the accelerate config, or unset ACCELERATE_MIXED_PRECISION; the run's own "
+        "settings choose its precision",
     ),
     Finding(
         "deepspeed-scales-the-loss",

@@ -136,7 +136,6 @@ def engine_conflicts(args: Any, policy: PrecisionPolicy) -> Iterator[Problem]:
         yield refuse(
             "launched-with-another-precision",
             f"mixed_precision={launched!r} in the accelerate config (ACCELERATE_MIXED_PRECISION)",
-            launched=launched,
             reason=policy.autocast.reason,
             compute=policy.compute.text,
         )

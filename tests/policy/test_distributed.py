@@ -49,9 +49,25 @@ def test_a_launch_config_with_another_precision_is_refused(monkeypatch):
         "1 problem with the precision of this run:\n"
         "- mixed_precision='fp16' in the accelerate config (ACCELERATE_MIXED_PRECISION)\n"
         "  why: the run computes in bfloat16 (bf16=True) and ignores the launcher's setting, which contradicts it.\n"
-        "  fix: drop `mixed_precision` from the accelerate config, or request it in the run: `precision='fp16'`  "
-        "[launched-with-another-precision]"
+        "  fix: drop `mixed_precision` from the accelerate config, or unset ACCELERATE_MIXED_PRECISION; the run's own "
+        "settings choose its precision  [launched-with-another-precision]"
     )
+
+
+@pytest.mark.skipif(
+    not hasattr(cells.PLAIN["sft"]("out", use_cpu=True, bf16=False), "mixed_precision"),
+    reason="transformers 4 overwrites the launcher's variable",
+)
+@pytest.mark.parametrize("said", ["fp8", "bogus"])
+def test_a_precision_that_no_run_can_have_is_not_recommended(said, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", said)
+    with pytest.raises(PrecisionError) as refused:
+        build()
+    (problem,) = refused.value.problems
+    assert said in problem.what
+    assert said not in str(problem.fix)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")  # as the fix says
+    assert build().precision.engine.summary is None
 
 
 def test_stock_computes_in_the_other_one_and_says_nothing(monkeypatch, recwarn):
