@@ -38,6 +38,10 @@ SHAPES = {
 """The columns of `shapes` for a task; the other tasks get prompts, images and solutions."""
 
 
+ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+"""How the names of files with the rows of a dataset end."""
+
+
 def embedded_name(value: str | None) -> str | None:
     """The name after `tiny:`; `None` if the value does not name an embedded model or dataset.
 
@@ -58,12 +62,15 @@ def embedded_columns(name: str, task: str) -> tuple[str, ...]:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a folder: a name on the hub has at most one slash and does not start with a dot.
+    """Whether a name can only be a folder or a file.
+
+    A name on the hub has at most one slash, does not start with a dot, and does not end as the files of a dataset do.
 
     Args:
         name: A model or a dataset, as a recipe names it.
     """
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
+    outside = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return outside or name.lower().endswith(ENDINGS) or os.path.exists(name)
 
 
 def missing_columns(

@@ -39,6 +39,9 @@ NAMES = ("run_name", "project", "hub_model_id")
 """Keys from which trackers and the hub make names of folders."""
 
 
+TEMPLATES = (".jinja", ".j2")
+"""How the names of files with a chat template end."""
+
 TRACKERS = {
     "mlflow": ("mlflow",),
     "tensorboard": ("tensorboard", "tensorboardX"),
@@ -63,6 +66,8 @@ def reference_problems(settings: Settings) -> Iterator[Problem]:
         yield from _named_model(settings, "teacher_model_name_or_path", "teacher_warm_up_steps")
     if settings.sound("dataset_name", "datasets", "dataset_columns", "needs_images"):
         yield from _dataset(settings)
+    if settings.has("chat_template_path") and settings.sound("chat_template_path"):
+        yield from _chat_template(settings)
     if settings.has("reward_funcs") and settings.sound("reward_funcs"):
         yield from _rewards(settings)
         if settings.sound("dataset_name", "datasets", "dataset_columns", "remove_unused_columns"):
@@ -150,13 +155,30 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
             yield settings.error("model_name_or_path", what, write(model_name_or_path="tiny:llava"))
     elif is_path(name):
         if not os.path.exists(name):
-            yield settings.error(key, f"there is no dataset at {name}")
+            yield settings.error(key, f"there is no dataset at {name}{hint(nearest(name, _beside(name)))}")
             return
         if os.path.isfile(name) and os.path.getsize(name) == 0:
             yield settings.error(key, f"dataset {name} has no rows: the file is empty")
             return
         found = local_columns(Path(name), str(settings["dataset_train_split"]))
         yield from _columns(settings, name, found) if found else ()
+
+
+def _beside(name: str) -> list[str]:
+    """What is in the folder of a path that is not there."""
+    folder = Path(name).parent
+    return [str(path) for path in folder.glob("*")] if os.path.isdir(folder) else []
+
+
+def _chat_template(settings: Settings) -> Iterator[Problem]:
+    """A chat template that cannot be a model on the hub, and is neither a file nor a folder."""
+    name = settings["chat_template_path"]
+    if not isinstance(name, str) or os.path.exists(name):
+        return
+    if is_path(name) or name.endswith(TEMPLATES):
+        templates = [file for file in _beside(name) if file.endswith(TEMPLATES)]
+        what = f"there is no chat template at {name}{hint(nearest(name, templates))}"
+        yield settings.error("chat_template_path", what)
 
 
 def _text_field(settings: Settings) -> str:

@@ -317,6 +317,9 @@ def convert_words(key: Key, words: list[str]) -> Any:
             return _TRUTH[word.lower()]  # also if the key accepts other strings, as `--scale_rewards false`
         if MAPPING in key.types or key.item == MAPPING:
             return convert(key, _json(word))
+        if key.item is not None and word.startswith("[") and isinstance(listed := _json(word), list):
+            what = f"{key.name} is a list, whose values are separate words on the command line, got {word}"
+            raise _refused(what, write(**{key.name: listed}))
         return convert(key, word, word)
     return convert(key, [_json(word) for word in words] if key.item == MAPPING else words)
 

@@ -183,6 +183,7 @@ WRONG = {
     "model that only scores": ("!model_name_or_path: tiny:reward", 13, "tiny:reward only scores; grpo needs a model"),
     "misspelt dataset": ("!dataset_name: tiny:shape", 13, "did you mean 'tiny:shapes'?"),
     "dataset that is not there": ("!dataset_name: ./data", 13, "there is no dataset at ./data"),
+    "dataset file that is not there": ("!dataset_name: data/nothere.jsonl", 13, "no dataset at data/nothere.jsonl"),
     "warm-up of a hub model": ("!model_name_or_path: a/b\nwarm_up_steps: 3", 14, "warm_up_steps is for embedded"),
     "checkpoint that is not there": ("resume_from_checkpoint: ./nope", 13, "there is no checkpoint ./nope"),
     "output that is a file": ("!output_dir: recipe.yaml", 13, "output_dir recipe.yaml is a file"),
@@ -1103,3 +1104,35 @@ def test_a_copy_into_a_folder_that_does_not_exist_names_the_command(capsys):
     os.mkdir("new folder")
     assert main(["copy", "slurm", "new folder/"]) == 0
     assert os.listdir("new folder") == ["slurm.sbatch"]
+
+
+def test_a_misspelt_file_of_a_dataset_gets_the_nearest_and_a_name_on_the_hub_is_left_alone():
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text('{"prompt": "a"}\n')
+    wrong = check(GOOD.replace("tiny:shapes", "data/trian.jsonl").replace("tiny:llava", "tiny:text"))
+    assert said(wrong) == [(3, "there is no dataset at data/trian.jsonl; did you mean 'data/train.jsonl'?")]
+    assert said(check(GOOD.replace("tiny:shapes", "openai/gsm8k-v1.1").replace("tiny:llava", "tiny:text"))) == []
+
+
+@pytest.mark.parametrize(("name", "is_missing"), [
+    ("chat.jinja", True), ("chat.j2", True), ("./model", True), ("Qwen/Qwen3-0.6B", False), ("mine.jinja", False),
+])  # fmt: skip
+def test_a_chat_template_that_is_not_there_is_an_error_unless_it_may_be_a_model(name, is_missing):
+    Path("mine.jinja").write_text("{{ messages }}")
+    text = f"model_name_or_path: tiny:text\ndataset_name: tiny:shapes\nchat_template_path: {name}\n"
+    found = [what for line, what in said(check(text, task="sft")) if line == 3]
+    assert [what.split(";")[0] for what in found] == [f"there is no chat template at {name}"] * is_missing
+
+
+@pytest.mark.parametrize(("task", "key", "word", "line"), [
+    ("sft", "record_steps", "[1, 2]", "--record_steps 1 2"),
+    ("grpo", "reward_funcs", '["think_format_reward"]', "--reward_funcs think_format_reward"),
+    ("sft", "record_steps", "[]", "--record_steps none"),
+])  # fmt: skip
+def test_a_list_in_the_form_of_a_file_gets_the_form_of_the_command_line(task, key, word, line):
+    found = [problem.line() for problem in validate(None, task=task, overrides=[f"--{key}", word]).errors]
+    (refused,) = [text for text in found if key in text and "separate words" in text]
+    assert refused.endswith(f"got {word}. Write: {line}")
+    _, *words = line.split()
+    again = validate(None, task=task, overrides=[f"--{key}", *words])
+    assert not any("separate words" in problem.line() for problem in again.errors)
