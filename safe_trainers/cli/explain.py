@@ -53,6 +53,8 @@ def _given(words: Sequence[str]) -> bytes:
             raise RecipeError('the input is missing. Write: safe-trainers explain "ERROR TEXT", or a log file')
         return sys.stdin.buffer.read()
     text = " ".join(words)
+    if not text:
+        return b""  # as a path, it would be the current folder
     file = Path(text)
     named = len(text) <= 1000 and "\n" not in text and "\0" not in text and os.path.exists(file)
     if not named and (len(words) > 1 or not re.fullmatch(r"\S{1,1000}|[^\n]{1,300}\.(?:log|txt|out|err)", text)):

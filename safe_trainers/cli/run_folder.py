@@ -17,7 +17,7 @@ from typing import BinaryIO
 from safetensors import SafetensorError
 
 from ..checkpoint.folder import MARKER, checkpoints_in, choose_checkpoint
-from ..core.errors import CheckpointError, RecipeError, SafeTrainersError, refuse
+from ..core.errors import CheckpointError, Fix, Problem, RecipeError, SafeTrainersError, refuse
 from ..core.files import read_json
 from ..recipes.identity import differences, identity
 from ..recipes.validate import Checked
@@ -48,10 +48,13 @@ def claim(folder: Path) -> Iterator[None]:
         folder: The folder; removed at the end if it was made here and is empty.
 
     Raises:
-        RecipeError: If another run has locked it.
+        RecipeError: If another run has locked it, or it cannot be written.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
     try:
         with _locked(folder):
             yield
@@ -61,11 +64,20 @@ def claim(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
+def _not_writable(folder: Path, error: OSError) -> RecipeError:
+    what = f"output_dir {folder} cannot be written: {error.strerror}"
+    return RecipeError(Problem(what, fix=Fix("write `--output_dir` with a folder that files can be made in")))
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     while True:
-        with path.open("a+b") as file:
+        try:
+            opened = path.open("a+b")
+        except OSError as error:
+            raise _not_writable(folder, error) from error
+        with opened as file:
             _lock(file, folder)
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 continue  # the run that had locked it has removed it

@@ -97,6 +97,16 @@ def test_a_refused_run_leaves_no_folder_and_keeps_what_there_was(folder, capsys)
     assert [path.name for path in Path("out").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc")
+@pytest.mark.parametrize("output", ["/proc/x", "/proc/x/y"])
+def test_a_folder_that_the_system_does_not_make_is_one_line(output, folder, capsys):
+    assert main([*COMMAND, "--output_dir", output]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: output_dir {output} cannot be written: No such file or directory. Write `--output_dir` with a folder "
+        "that files can be made in"
+    )
+
+
 def test_what_others_write_while_a_construction_fails_is_kept(folder):
     def build():
         (folder / "model").mkdir()

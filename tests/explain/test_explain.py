@@ -233,6 +233,9 @@ def test_nothing_is_one_clear_error(given, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("error: the input is empty. Write: ")
     assert said.count("\n") == 1
+    if "\x00" not in given:  # a command line cannot have it
+        assert main(["explain", given]) == 2
+        assert capsys.readouterr().err == said
 
 
 def test_a_file_that_is_not_there_names_the_nearest(capsys, tmp_path):
