@@ -90,16 +90,15 @@ def _all_left_out(recipe: Any, given: int) -> Problem:
 
 def _too_few_rows(trainer: Any, recipe: Any, rows: int) -> Problem:
     args, processes = trainer.args, trainer.accelerator.num_processes
-    # TRL's sampler of rollouts leaves out the rows that do not fill a batch, and has the number that fills one.
-    distinct = getattr(trainer._get_train_sampler(), "batch_size", None)
-    if distinct is None:
+    sampler = trainer._get_train_sampler()
+    if hasattr(sampler, "mini_repeat_count"):  # TRL's sampler of rollouts, which leaves out a batch that is not full
+        needed = sampler.batch_size
+        why = "a batch that is not full is left out"
+        fix = _smaller_batch(args, processes, recipe, needed, rows)
+    else:
         needed = trainer._train_batch_size * processes
         why = "dataloader_drop_last leaves out a batch that is not full"
         fix = write(dataloader_drop_last=False)
-    else:
-        needed = distinct
-        why = "a batch that is not full is left out"
-        fix = _smaller_batch(args, processes, recipe, needed, rows)
     what = f"{_name(recipe)} has {rows} rows to train on, and one batch needs {needed}"
     return Problem(what, f"{why}, so that no step would be trained", fix)
 

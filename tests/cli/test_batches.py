@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from safe_trainers.cli.main import main
+from safe_trainers.recipes.schema import load
 
 
 RECIPE = {
@@ -57,6 +58,15 @@ def test_too_few_rows_for_one_batch_are_refused_with_a_line_that_works(task, cha
     assert not Path("out").exists()
     assert run(task, *fix, **changes)[0] == 0
     assert Path("out", "model.safetensors").is_file()
+
+
+@pytest.mark.skipif("train_sampling_strategy" not in load("sft").keys, reason="another key in this transformers")
+def test_the_sampler_by_length_is_not_taken_for_that_of_rollouts(run):
+    changes = {"dataloader_drop_last": True, "per_device_train_batch_size": 11, "gradient_accumulation_steps": 2}
+    status, line = run("sft", train_sampling_strategy="group_by_length", **changes)
+    assert status == 2
+    assert "one batch needs 11: " in line
+    assert line.endswith("Write: dataloader_drop_last: false")
 
 
 def test_a_batch_that_no_batch_size_makes_small_enough_asks_for_rows(run):
