@@ -3,9 +3,10 @@
 import argparse
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from .streams import standard_input
 
 
 EPILOG = """exit status: 0: the cause or its candidates are known, 1: they are not, 2: there is nothing to explain
@@ -49,9 +50,10 @@ def _given(words: Sequence[str]) -> bytes:
     from ..explain.log_reader import MAX_BYTES
 
     if not words or list(words) == ["-"]:
-        if sys.stdin.isatty():
+        given = standard_input()
+        if given.isatty():
             raise RecipeError('the input is missing. Write: safe-trainers explain "ERROR TEXT", or a log file')
-        return sys.stdin.buffer.read()
+        return given.read()
     text = " ".join(words)
     if not text:
         return b""  # as a path, it would be the current folder

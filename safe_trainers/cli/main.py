@@ -180,20 +180,24 @@ def quieten() -> None:
 
 def run() -> None:
     """Runs `main` as the installed program, and exits."""
-    open_closed_streams()
-    quieten()
+    with open_closed_streams():
+        quieten()
+        sys.exit(_status())
+
+
+def _status() -> int:
+    """Runs `main`, and returns the exit status of the process, also after a signal and with output that fails."""
     try:
         status = main()
         sys.stdout.flush()
-        sys.exit(status)
+        return status
     except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT, without a traceback
+        return 130  # 128 + SIGINT, without a traceback
     except OSError as error:
         broken = isinstance(error, BrokenPipeError)  # such as from `| head`
         if not (broken or error.errno == errno.ENOSPC) or not was_printing(error, "safe_trainers"):
             raise
         drop_output()
-        if broken:
-            sys.exit(141)  # 128 + SIGPIPE
-        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+        if not broken:
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 141 if broken else 2  # 128 + SIGPIPE

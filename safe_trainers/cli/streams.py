@@ -1,18 +1,28 @@
 """The standard streams of a command: those that are closed, and output that cannot be written."""
 
+import contextlib
+import io
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from typing import BinaryIO
 
 
-def open_closed_streams() -> None:
-    """Opens the null device as each standard stream that the process was started without, as with `>&-`.
+@contextlib.contextmanager
+def open_closed_streams() -> Iterator[None]:
+    """Prints to the null device where the process was started without a stream, as with `>&-`.
 
-    Python then has `None` in its place, and the next file that is opened would get its number.
+    Python has `None` in its place then, and the next file that is opened would get its number.
     """
-    sys.stdin = sys.stdin or open(_null_device(os.O_RDONLY), encoding="utf-8")  # noqa: SIM115
-    sys.stdout = sys.stdout or open(_null_device(os.O_WRONLY), "w", encoding="utf-8")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(_null_device(os.O_WRONLY), "w", encoding="utf-8")  # noqa: SIM115
+    with contextlib.ExitStack() as stack:
+        if sys.stdin is None:
+            _null_device(os.O_RDONLY)  # `standard_input` has nothing to read
+        if sys.stdout is None:
+            stack.enter_context(contextlib.redirect_stdout(os.fdopen(_null_device(os.O_WRONLY), "w")))
+        if sys.stderr is None:
+            stack.enter_context(contextlib.redirect_stderr(os.fdopen(_null_device(os.O_WRONLY), "w")))
+        yield
 
 
 def _null_device(flags: int) -> int:
@@ -20,6 +30,11 @@ def _null_device(flags: int) -> int:
     number = os.open(os.devnull, flags)
     os.set_inheritable(number, True)
     return number
+
+
+def standard_input() -> BinaryIO:
+    """Returns standard input, as bytes; an empty one if the process was started without it."""
+    return io.BytesIO() if sys.stdin is None else sys.stdin.buffer
 
 
 def was_printing(error: OSError, *own: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import RecipeError
 from ..core.tasks import TASKS
+from .streams import standard_input
 
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _check(name: str, options: argparse.Namespace) -> "Checked":
     from ..recipes.validate import validate
     from ..recipes.yaml_file import MAX_BYTES, read_bytes
 
-    recipe = read_bytes(sys.stdin.buffer.read(MAX_BYTES + 1), STDIN) if name == STDIN else recipe_path(name)
+    recipe = read_bytes(standard_input().read(MAX_BYTES + 1), STDIN) if name == STDIN else recipe_path(name)
     return validate(recipe, task=options.task, accelerate_config=options.accelerate_config)
 
 

@@ -53,6 +53,7 @@ def test_closed_standard_input_is_empty():
     status, line = run("<&-", "explain")
     assert status == 2
     assert line.startswith("error: the input is empty. Write: safe-trainers explain")
+    assert run("<&-", "validate", "-", "--task", "sft")[0] == run("</dev/null", "validate", "-", "--task", "sft")[0]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
