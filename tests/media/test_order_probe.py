@@ -171,7 +171,7 @@ def test_shared_features_have_the_same_bits_for_all_later_images(weights, kinds)
             ours = container.get_image_features(batch, image_grid_thw=grid)
             theirs = whole(container, batch, image_grid_thw=grid)
             assert all(map(torch.equal, parts(ours), parts(theirs)))
-    feature = trainer._run.feature(SharedFeatures)
+    feature = trainer.precision[SharedFeatures]
     assert feature.seen == 30 * len(kinds)
     assert feature.shares or feature.refused
 
