@@ -15,7 +15,7 @@ import trl
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import convert_outputs_to_fp32
 from media_batches import media_batch
-from peft import PeftModelForCausalLM
+from peft import PeftModel, PeftModelForCausalLM
 from transformers.cache_utils import StaticLayer
 from trl.trainer.utils import create_model_from_path
 
@@ -111,6 +111,14 @@ needs_images_of_turns = pytest.mark.skipif(
 needs_epoch_after_skip = pytest.mark.skipif(
     not takes(DataLoaderShard.__init__, "iteration"),
     reason="this accelerate loses the epoch of a dataloader when it skips batches, which changes the order",
+)
+needs_whole_losses = pytest.mark.skipif(
+    "round" in {name for code in _codes(transformers.Trainer._maybe_log_save_evaluate) for name in code.co_names},
+    reason="this transformers logs losses with four digits",
+)
+needs_disabled_flag = pytest.mark.skipif(
+    "_adapters_disabled" not in inspect.unwrap(PeftModel.disable_adapter).__code__.co_names,
+    reason="this PEFT does not say whether virtual tokens are disabled",
 )
 needs_missing_logps = pytest.mark.skipif(
     "nan" not in {text for code in _codes(trl.GRPOTrainer._generate_and_score_completions) for text in code.co_consts},

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from safe_trainers import PrecisionWarning, SafeGRPOTrainer, SafeSFTTrainer
-from upstream import needs_epoch_after_skip
+from upstream import needs_epoch_after_skip, needs_quantization_argument
 
 
 def half_adapters(out: Path, of: type, **changes: Any) -> Any:
@@ -42,6 +42,7 @@ def moved(trainer: Any, checkpoint: Path) -> int:
     return sum(not torch.equal(value.float(), saved[name].float()) for name, value in adapters(trainer).items())
 
 
+@needs_quantization_argument
 @pytest.mark.filterwarnings("ignore")
 def test_stock_trains_nothing_when_it_resumes_with_the_same_trainer(tmp_path):
     trainer = half_adapters(tmp_path, trl.SFTTrainer)

@@ -12,6 +12,10 @@ from torch import nn
 
 from safe_trainers import PrecisionWarning
 from safe_trainers.core.patches import replaced_by
+from upstream import needs_disabled_flag
+
+
+pytestmark = needs_disabled_flag
 
 
 TUNING = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}

@@ -10,6 +10,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from safe_trainers.model.parts import adapter_state
+from upstream import needs_whole_losses
+
+
+pytestmark = needs_whole_losses
 
 
 pytest.importorskip("bitsandbytes")
