@@ -76,7 +76,11 @@ def page() -> str:
     growth = growth_page.read()
     steepest = growth_page.steepest(growth)
     refused = {reason for found in parts["images"].values() for reason in found["refused"]}
-    shares = f"on all images ({'; '.join(sorted(refused))})" if refused else "once for equal images"
+    always = {name.partition(",")[0]: found["computed"] for name, found in parts["images"].items() if "," in name}
+    fewest = all(parts["images"][name]["computed"] <= computed for name, computed in always.items())
+    shares = "once for equal images" if fewest else "several times for each distinct image"
+    if refused:
+        shares = f"on all images ({'; '.join(sorted(refused))})"
     return (
         "\n".join(
             [
