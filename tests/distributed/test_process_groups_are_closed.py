@@ -128,8 +128,13 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
 
 @pytest.mark.parametrize(
     "command",
-    [(*COMMAND, "--num_processes", "2"), (*COMMAND, "--num_processes", "2", "--dry-run"), (*TORCHRUN, *COMMAND)],
-    ids=["launched", "dry run", "torchrun"],
+    [
+        (*COMMAND, "--num_processes", "2"),
+        (*COMMAND, "--num_processes", "2", "--dry-run"),
+        (*TORCHRUN, *COMMAND),
+        (*TORCHRUN, *COMMAND, "--dry-run"),
+    ],
+    ids=["launched", "dry run", "torchrun", "dry run under torchrun"],
 )
 def test_a_training_command_closes_its_groups_and_leaves(command, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(FREES_A_TENSOR + ENDS)
