@@ -187,6 +187,15 @@ def fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def train_logs(trainer: Any) -> list[dict[str, Any]]:
+    """Trains, and returns the log; accelerate's autocast is reset also if training fails."""
+    try:
+        trainer.train()
+    finally:
+        reset_autocast()
+    return trainer.state.log_history
+
+
 def reset_autocast() -> None:
     """Accelerate's autocast leaks out of a forward that failed."""
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):

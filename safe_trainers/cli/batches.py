@@ -81,11 +81,11 @@ def _name(recipe: Any) -> str:
 def _all_left_out(recipe: Any, given: int) -> Problem:
     """The problem of rows of which TRL has kept none: it leaves out those that `max_length` cuts too short."""
     length = getattr(recipe.training, "max_length", None)
-    what = f"none of the {given} rows of {_name(recipe)} is left to train on"
+    what = f"all {given} rows of {_name(recipe)} were dropped before training"
     if length is None:
-        return Problem(what, "TRL has left out all of them", Fix("use rows with an answer to train on"))
-    why = f"with max_length={length}, each row is too long, or is cut before the tokens to train on"
-    return Problem(what, why, Fix("write a larger `max_length`, or `max_length=None` to cut nothing"))
+        return Problem(what, "TRL drops rows without tokens to train on", Fix("use rows with an answer to train on"))
+    why = f"with max_length={length}, each row is too long, or is truncated before the tokens to train on"
+    return Problem(what, why, Fix("write a larger `max_length`, or `max_length=None` to truncate nothing"))
 
 
 def _too_few_rows(trainer: Any, recipe: Any, rows: int) -> Problem:

@@ -66,7 +66,7 @@ def claim(folder: Path) -> Iterator[None]:
 
 def _not_writable(folder: Path, error: OSError) -> RecipeError:
     what = f"output_dir {folder} cannot be written: {error.strerror}"
-    return RecipeError(Problem(what, fix=Fix("write `--output_dir` with a folder that files can be made in")))
+    return RecipeError(Problem(what, fix=Fix("set `--output_dir` to a writable folder")))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def read_columns(task: str, columns: Sequence[str], text_field: str = "text") ->
 
 
 def empty_row(dataset: Any, columns: Sequence[str], name: str, kept: bool) -> Problem | None:
-    """The problem of a row without a value in a column that TRL reads.
+    """The problem of a row with a null in a column that TRL reads.
 
     Args:
         dataset: A `Dataset`.
@@ -41,16 +41,16 @@ def empty_row(dataset: Any, columns: Sequence[str], name: str, kept: bool) -> Pr
         values = dataset.with_format(None).select_columns([column])
         empty = [index for index, row in enumerate(values) if row[column] is None]
         if empty:
-            among = " of those that are kept" if kept else ""
-            more = f", and so is that of {len(empty) - 1} more" if len(empty) > 1 else ""
-            what = f"dataset {name}, row {empty[0]}{among}: column {column!r} is empty{more}"
-            why = f"the run reads a {column!r} of each row; in a row without this key, it is empty"
+            among = " after filtering" if kept else ""
+            more = f" and in {len(empty) - 1} other rows" if len(empty) > 1 else ""
+            what = f"dataset {name}: column {column!r} is null in row {empty[0]}{among}{more}"
+            why = "the trainer reads this column from every row; a missing key counts as null"
             return Problem(what, why, Fix(f"fill in {column!r}, or remove such rows"))
     return None
 
 
 def images_beside_text(dataset: Any, column: str | None, name: str) -> Problem | None:
-    """The problem of a dataset with images whose prompts are text, in which no place for them is marked.
+    """The problem of a dataset with images whose prompts are plain text without image placeholders.
 
     Args:
         dataset: A dataset with the columns of a run.
@@ -66,7 +66,7 @@ def images_beside_text(dataset: Any, column: str | None, name: str) -> Problem |
     kind = getattr(features.get(column or ""), "dtype", None)
     if images is None or kind not in ("string", "large_string"):
         return None
-    what = f"dataset {name} has images, and its {column} is text without a place for them"
+    what = f"dataset {name} has images, but its column {column!r} is plain text without image placeholders"
     if column not in ROLES:
         return Problem(what, fix=Fix("use a dataset with conversations in `messages`, or with `prompt`"))
     asked = {key: key for key in features if key not in IMAGE_KEYS}

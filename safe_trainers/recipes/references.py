@@ -109,9 +109,8 @@ def _named_model(settings: Settings, key: str, steps: str) -> Iterator[Problem]:
         what = f"{steps} is for embedded models, and {name!r} is not one"
         yield settings.error(steps, what, leave_out(steps))
     if family is None and is_path(name) and not os.path.isfile(Path(name, "config.json")):
-        where = Path(name)
-        siblings = [str(p.parent) for p in where.parent.glob("*/config.json")] if os.path.isdir(where.parent) else []
-        yield settings.error(key, f"there is no model in the folder {name}{hint(nearest(name, siblings))}")
+        models = [path for path in _siblings(name) if os.path.isfile(Path(path, "config.json"))]
+        yield settings.error(key, f"there is no model in the folder {name}{hint(nearest(name, models))}")
     if family == "reward" and settings.task != "reward":
         what = f"{name} only scores; {settings.task} needs a model that answers"
         yield settings.error(key, what, write(**{key: "tiny:text"}))
@@ -155,7 +154,7 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
             yield settings.error("model_name_or_path", what, write(model_name_or_path="tiny:llava"))
     elif is_path(name):
         if not os.path.exists(name):
-            yield settings.error(key, f"there is no dataset at {name}{hint(nearest(name, _beside(name)))}")
+            yield settings.error(key, f"dataset path {name} does not exist{hint(nearest(name, _siblings(name)))}")
             return
         if os.path.isfile(name) and os.path.getsize(name) == 0:
             yield settings.error(key, f"dataset {name} has no rows: the file is empty")
@@ -164,20 +163,20 @@ def _dataset(settings: Settings) -> Iterator[Problem]:
         yield from _columns(settings, name, found) if found else ()
 
 
-def _beside(name: str) -> list[str]:
-    """What is in the folder of a path that is not there."""
+def _siblings(name: str) -> list[str]:
+    """Returns the paths in the parent folder of a path; none if it is not a folder."""
     folder = Path(name).parent
     return [str(path) for path in folder.glob("*")] if os.path.isdir(folder) else []
 
 
 def _chat_template(settings: Settings) -> Iterator[Problem]:
-    """A chat template that cannot be a model on the hub, and is neither a file nor a folder."""
+    """Yields the problem of a path to a chat template that does not exist."""
     name = settings["chat_template_path"]
     if not isinstance(name, str) or os.path.exists(name):
         return
     if is_path(name) or name.endswith(TEMPLATES):
-        templates = [file for file in _beside(name) if file.endswith(TEMPLATES)]
-        what = f"there is no chat template at {name}{hint(nearest(name, templates))}"
+        templates = [file for file in _siblings(name) if file.endswith(TEMPLATES)]
+        what = f"chat template {name} does not exist{hint(nearest(name, templates))}"
         yield settings.error("chat_template_path", what)
 
 

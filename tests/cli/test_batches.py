@@ -95,8 +95,8 @@ def test_rows_of_which_max_length_leaves_no_answer_are_refused(run):
     status, line = run("sft", max_length=1)
     assert status == 2
     assert line == (
-        "error: none of the 10 rows of dataset data.jsonl is left to train on: with max_length=1, each row is too "
-        "long, or is cut before the tokens to train on. Write a larger `max_length`, or `max_length: null` to cut "
-        "nothing"
+        "error: all 10 rows of dataset data.jsonl were dropped before training: with max_length=1, each row is too "
+        "long, or is truncated before the tokens to train on. Write a larger `max_length`, or `max_length: null` to "
+        "truncate nothing"
     )
     assert run("sft", "--max_length", "none")[0] == 0

@@ -47,20 +47,20 @@ def test_an_empty_file_is_one_line_and_validate_knows_it(run, capsys):
 
 
 @pytest.mark.parametrize(("task", "rows", "changes", "said"), [
-    ("sft", [GOOD, GOOD | {"completion": None}, {"prompt": "q"}], {}, "row 1: column 'completion' is empty, and so "
-     "is that of 1 more: "),
-    ("sft", [{"text": "a"}, {"text": None}], {}, "row 1: column 'text' is empty: "),
-    ("sft", [{"body": None}, {"body": "a"}], {"dataset_text_field": "body"}, "row 0: column 'body' is empty: "),
+    ("sft", [GOOD, GOOD | {"completion": None}, {"prompt": "q"}], {}, "'completion' is null in row 1 and in 1 "
+     "other rows: "),
+    ("sft", [{"text": "a"}, {"text": None}], {}, "'text' is null in row 1: "),
+    ("sft", [{"body": None}, {"body": "a"}], {"dataset_text_field": "body"}, "'body' is null in row 0: "),
     ("sft", [{"s": 1, **GOOD}, {"s": 2, **GOOD}, {"s": 2, "prompt": "q"}], {"dataset_filter": {"s": 2}},
-     "row 1 of those that are kept: column 'completion' is empty: "),
+     "'completion' is null in row 1 after filtering: "),
     ("dpo", [{"prompt": "p", "chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "b"}], {},
-     "row 1: column 'prompt' is empty: "),
-    ("kto", [GOOD | {"label": True}, GOOD], {}, "row 1: column 'label' is empty: "),
+     "'prompt' is null in row 1: "),
+    ("kto", [GOOD | {"label": True}, GOOD], {}, "'label' is null in row 1: "),
 ])  # fmt: skip
 def test_a_row_without_a_value_is_named_with_its_column(task, rows, changes, said, run):
     status, line = run(task, rows, **changes)
     assert status == 2
-    assert line.startswith(f"error: dataset ./data, {said}")
+    assert line.startswith(f"error: dataset ./data: column {said}")
     assert ", or remove such rows" in line
 
 
@@ -82,7 +82,9 @@ def test_images_beside_text_prompts_are_refused_with_a_line_that_works(task, cha
     write_images("what colour?")
     status, line = run(task, model_name_or_path="tiny:llava", **changes)
     assert status == 2
-    assert line.startswith("error: dataset ./data has images, and its prompt is text without a place for them")
+    assert line.startswith(
+        "error: dataset ./data has images, but its column 'prompt' is plain text without image placeholders"
+    )
     written = yaml.safe_load(line.partition("Write: ")[2])
     assert written == {"dataset_columns": {"prompt": "prompt", "completion": "completion", "images": "image"}}
     assert run(task, model_name_or_path="tiny:llava", **changes, **written)[0] == 0

@@ -102,8 +102,8 @@ def test_a_refused_run_leaves_no_folder_and_keeps_what_there_was(folder, capsys)
 def test_a_folder_that_the_system_does_not_make_is_one_line(output, folder, capsys):
     assert main([*COMMAND, "--output_dir", output]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: output_dir {output} cannot be written: No such file or directory. Write `--output_dir` with a folder "
-        "that files can be made in"
+        f"error: output_dir {output} cannot be written: No such file or directory. Set `--output_dir` to a writable "
+        "folder"
     )
 
 

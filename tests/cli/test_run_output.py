@@ -186,6 +186,16 @@ def test_a_signal_stops_after_a_step_and_the_printed_command_resumes(number, sta
     assert [entry["step"] for entry in entries(tmp_path) if "loss" in entry] == list(range(1, step + 3))
 
 
+def test_a_signal_in_the_last_step_ends_after_the_results_are_written(start, tmp_path):
+    body = "import os, signal; len(calls) == 2 and os.kill(os.getpid(), signal.SIGTERM)"
+    run = start("--max_steps", "2", task="grpo", body=body)
+    assert run.wait() == 143
+    assert "resume with" not in run.text
+    assert "stopped by SIGTERM" not in run.text
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert [entry["step"] for entry in entries(tmp_path) if "loss" in entry] == [1, 2]
+
+
 def test_a_second_signal_stops_at_once(start, tmp_path):
     run = start(task="grpo", body="time.sleep(0 if len(calls) < 3 else 3600)")
     run.read_until(r"grpo 2/400 ")

@@ -52,6 +52,42 @@ def test_wrappers_are_looked_through():
     assert set(find_parts(wrapped).towers) == TOWERS["llava"]
 
 
+def test_embeddings_that_move_are_found_again():
+    """Where a search found them is kept for each model."""
+    model = tiny.build_model("llava")
+    before = find_parts(model)
+    model.set_input_embeddings(nn.Embedding(7, 4))
+    assert find_parts(model).embeddings is model.get_input_embeddings()
+    assert find_parts(model).text is before.text
+
+    wrapper = nn.Module()
+    wrapper.inner = tiny.build_model("text")
+    wrapper.get_input_embeddings = wrapper.inner.get_input_embeddings
+    assert find_parts(wrapper).text is wrapper.inner.model
+    wrapper.other = nn.Module()
+    wrapper.other.inner = wrapper.inner
+    del wrapper.inner
+    wrapper.get_input_embeddings = wrapper.other.inner.get_input_embeddings
+    found = find_parts(wrapper)
+    assert found.text is wrapper.other.inner.model
+    assert found.containers == (wrapper, wrapper.other, wrapper.other.inner)
+
+
+def test_embeddings_inside_of_a_scripted_module_are_found_each_time():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.layers = nn.Embedding(4, 2), nn.ModuleList([nn.Linear(2, 2)])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.embed(ids)
+
+    model = nn.Module()
+    model.inner = torch.jit.script(Inner())
+    model.get_input_embeddings = lambda: model.inner.embed
+    assert find_parts(model).embeddings is find_parts(model).embeddings
+
+
 def test_a_model_without_layers_under_its_embeddings_counts_as_text():
     class Flat(nn.Module):
         def __init__(self):

@@ -124,7 +124,7 @@ BAD = {
         {"dataset_name": "tiny:shape"},
         "there is no embedded dataset 'tiny:shape'; did you mean 'tiny:shapes'?",
     ),
-    "missing dataset": ({"dataset_name": "./data/nothing"}, "there is no dataset at ./data/nothing"),
+    "missing dataset": ({"dataset_name": "./data/nothing"}, "dataset path ./data/nothing does not exist"),
     "no dataset": (
         {"dataset_name": ...},
         "embedded dataset. Write: dataset_name: tiny:shapes",

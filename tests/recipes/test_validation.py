@@ -182,8 +182,8 @@ WRONG = {
     "model folder that is not there": ("!model_name_or_path: ./qwen", 13, "there is no model in the folder ./qwen"),
     "model that only scores": ("!model_name_or_path: tiny:reward", 13, "tiny:reward only scores; grpo needs a model"),
     "misspelt dataset": ("!dataset_name: tiny:shape", 13, "did you mean 'tiny:shapes'?"),
-    "dataset that is not there": ("!dataset_name: ./data", 13, "there is no dataset at ./data"),
-    "dataset file that is not there": ("!dataset_name: data/nothere.jsonl", 13, "no dataset at data/nothere.jsonl"),
+    "dataset that is not there": ("!dataset_name: ./data", 13, "dataset path ./data does not exist"),
+    "dataset file that is not there": ("!dataset_name: data/no.jsonl", 13, "dataset path data/no.jsonl does not exist"),
     "warm-up of a hub model": ("!model_name_or_path: a/b\nwarm_up_steps: 3", 14, "warm_up_steps is for embedded"),
     "checkpoint that is not there": ("resume_from_checkpoint: ./nope", 13, "there is no checkpoint ./nope"),
     "output that is a file": ("!output_dir: recipe.yaml", 13, "output_dir recipe.yaml is a file"),
@@ -1110,7 +1110,7 @@ def test_a_misspelt_file_of_a_dataset_gets_the_nearest_and_a_name_on_the_hub_is_
     Path("data").mkdir()
     Path("data/train.jsonl").write_text('{"prompt": "a"}\n')
     wrong = check(GOOD.replace("tiny:shapes", "data/trian.jsonl").replace("tiny:llava", "tiny:text"))
-    assert said(wrong) == [(3, "there is no dataset at data/trian.jsonl; did you mean 'data/train.jsonl'?")]
+    assert said(wrong) == [(3, "dataset path data/trian.jsonl does not exist; did you mean 'data/train.jsonl'?")]
     assert said(check(GOOD.replace("tiny:shapes", "openai/gsm8k-v1.1").replace("tiny:llava", "tiny:text"))) == []
 
 
@@ -1121,7 +1121,7 @@ def test_a_chat_template_that_is_not_there_is_an_error_unless_it_may_be_a_model(
     Path("mine.jinja").write_text("{{ messages }}")
     text = f"model_name_or_path: tiny:text\ndataset_name: tiny:shapes\nchat_template_path: {name}\n"
     found = [what for line, what in said(check(text, task="sft")) if line == 3]
-    assert [what.split(";")[0] for what in found] == [f"there is no chat template at {name}"] * is_missing
+    assert [what.split(";")[0] for what in found] == [f"chat template {name} does not exist"] * is_missing
 
 
 @pytest.mark.parametrize(("task", "key", "word", "line"), [

@@ -31,11 +31,7 @@ def build(task, model, flag="bf16", safe=True, **settings):
 
 
 def losses(trainer):
-    try:
-        trainer.train()
-    finally:
-        cells.reset_autocast()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in cells.train_logs(trainer) if "loss" in entry]
 
 
 PAIRS = [pytest.param(task, marks=cells.NEEDS_STABLE[task]) for task in ("dpo", "kto")]

@@ -55,11 +55,7 @@ def built(task, safe, weights, flag, quantized=True, model=None, **settings):
 
 
 def first_log(trainer):
-    try:
-        trainer.train()
-    finally:
-        cells.reset_autocast()
-    return trainer.state.log_history[0]
+    return cells.train_logs(trainer)[0]
 
 
 LN_2 = torch.tensor(2.0).log().item()
