@@ -183,7 +183,7 @@ WRONG = {
     "model that only scores": ("!model_name_or_path: tiny:reward", 13, "tiny:reward only scores; grpo needs a model"),
     "misspelt dataset": ("!dataset_name: tiny:shape", 13, "did you mean 'tiny:shapes'?"),
     "dataset that is not there": ("!dataset_name: ./data", 13, "dataset path ./data does not exist"),
-    "dataset file that is not there": ("!dataset_name: data/no.jsonl", 13, "dataset path data/no.jsonl does not exist"),
+    "missing dataset file": ("!dataset_name: data/no.jsonl", 13, "dataset path data/no.jsonl does not exist"),
     "warm-up of a hub model": ("!model_name_or_path: a/b\nwarm_up_steps: 3", 14, "warm_up_steps is for embedded"),
     "checkpoint that is not there": ("resume_from_checkpoint: ./nope", 13, "there is no checkpoint ./nope"),
     "output that is a file": ("!output_dir: recipe.yaml", 13, "output_dir recipe.yaml is a file"),
