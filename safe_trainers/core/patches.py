@@ -30,6 +30,7 @@ class Patch:
 
 
 CONSTRUCTION, LIFETIME, BLOCK = "construction of the trainer", "lifetime of the object", "one block"
+TRAINING = "a call of `train`"
 
 PATCHES: Mapping[str, Patch] = {
     "peft-maker": Patch(
@@ -128,9 +129,13 @@ PATCHES: Mapping[str, Patch] = {
         "modules that contain operations between two dtypes", ("forward",), LIFETIME,
         "operations between layers have no hooks, and PEFT calls `forward` of the base model past its hooks",
     ),
-    "cache-dtype": Patch(
+    "lora-inputs": Patch(
+        "PEFT's LoRA layers", ("_cast_input_dtype",), TRAINING,
+        "the switch of PEFT leaves the cast out of forward passes without autocast too, which need it",
+    ),
+    "rollout-cache": Patch(
         "the key-value cache of `generate`", ("update",), BLOCK,
-        "keys and values have two dtypes under autocast, and one is stored and cast again; a cache has no hooks",
+        "each token copies the whole cache, and under autocast one of two dtypes is cast again; a cache has no hooks",
     ),
     "compiled-generate": Patch(
         "the policy model", ("generate",), BLOCK,

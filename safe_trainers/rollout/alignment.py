@@ -25,7 +25,7 @@ from ..weights.cast import weights_restored
 from ..weights.fp32_modules import covers_head
 from ..weights.merged import unmergeable
 from . import head_scaling, native_adapters, vllm, vllm_images
-from .cache_dtype import asks_for_cache, cache_in_one_dtype
+from .cache_dtype import asks_for_cache, cache_prepared
 from .weight_sync import METRIC, PATIENCE, AdapterSync, ties_weights
 
 
@@ -262,11 +262,9 @@ class RolloutAlignment(Feature):
 
     def _cache_context(self) -> contextlib.AbstractContextManager[None]:
         model = unwrap(self.run.model)
-        if self.run.policy.autocast.value is None:
-            return contextlib.nullcontext()
         if getattr(self.run.args, "torch_compile", False) and not asks_for_cache(self.run.trainer, model):
             return contextlib.nullcontext()  # torch.compile would compile the hook into the model
-        return cache_in_one_dtype(find_parts(model).text)
+        return cache_prepared(find_parts(model).text, self.run.policy.autocast.value is not None)
 
     def _rollout_context(self, covered: bool) -> contextlib.AbstractContextManager[Any]:
         args = self.run.args

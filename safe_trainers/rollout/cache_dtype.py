@@ -1,4 +1,4 @@
-"""Chooses the dtype of the key-value cache of rollouts under autocast.
+"""Chooses the dtype of the key-value cache of rollouts, and lets it grow without copies.
 
 Autocast gives keys and values in two dtypes: the value projection returns the autocast dtype, and rotary embeddings
 return keys in the dtype of the residual stream, which is float32. A dynamic cache of transformers stores both in
@@ -10,6 +10,8 @@ While a turn is generated under autocast, keys and values are cast to the autoca
 The kernels compute with the same values, and what was float32 takes half of the memory. Where the model's own code
 computes attention (`"eager"`, or a kernel that is not in `KERNELS`), nothing is rounded: a dynamic cache is left as it
 is, and the values of a static one are cast to the dtype of the keys.
+
+With and without autocast, a dynamic cache grows as `growing_cache` describes.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 
 from ..core.patches import replace, restore
+from .growing_cache import growing_update
 
 
 KERNELS = frozenset({"sdpa", "flash_attention_2", "flash_attention_3"})
@@ -39,22 +42,28 @@ def asks_for_cache(*owners: Any) -> bool:
 
 
 @contextlib.contextmanager
-def cache_in_one_dtype(text: nn.Module) -> Iterator[None]:
+def cache_prepared(text: nn.Module, autocast: bool) -> Iterator[None]:
     """Prepares the cache that the first forward pass in the block is called with.
 
     Args:
         text: The text model, which gets the cache as `past_key_values`, or as `cache` since transformers 5.24.
+        autocast: Whether the block runs under autocast.
     """
     caches: list[Any] = []
-    rounds = getattr(getattr(text, "config", None), "_attn_implementation", None) in KERNELS
+    rounds = autocast and getattr(getattr(text, "config", None), "_attn_implementation", None) in KERNELS
 
     def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()  # later passes may be compiled, and have the same cache
         for cache in kwargs.values():
-            if isinstance(cache, StaticCache) or (rounds and isinstance(cache, DynamicCache)):
-                caches.append(cache)
-                replace("cache-dtype", cache, "update", partial(_update, cache, cache.update, rounds))
-                return
+            grows = isinstance(cache, DynamicCache)
+            if not (grows or (autocast and isinstance(cache, StaticCache))):
+                continue
+            update = growing_update(cache) if grows else cache.update
+            if rounds or not grows:
+                update = partial(_update, cache, update, rounds)
+            caches.append(cache)
+            replace("rollout-cache", cache, "update", update)
+            return
 
     handle = text.register_forward_pre_hook(prepare, with_kwargs=True)
     try:

@@ -20,6 +20,7 @@ from datasets.fingerprint import Hasher
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
+from ..boundaries.lora_inputs import LoraInputs
 from ..checkpoint.mixin import ExactCheckpoints
 from ..checkpoint.trainer_state import TrainerState
 from ..core.errors import ContractError, raise_if
@@ -88,6 +89,7 @@ class PrecisionMixin(ExactCheckpoints):
         SameOnAllRanks,
         MediaInputs,
         SharedFeatures,
+        LoraInputs,
         RolloutAlignment,
         KeptCasts,
         CompiledDecode,

@@ -10,6 +10,7 @@ from types import MethodType, ModuleType, SimpleNamespace
 import pytest
 
 import safe_trainers
+from safe_trainers.core import patches
 from safe_trainers.core.patches import PATCHES, patched, replace, replaced_by, restore
 
 
@@ -34,7 +35,7 @@ def test_every_patch_is_used():
 def test_every_patch_says_what_for_how_long_and_why(patch):
     assert patch.owner
     assert patch.names
-    assert patch.lasts in {"construction of the trainer", "lifetime of the object", "one block"}
+    assert patch.lasts in {patches.CONSTRUCTION, patches.TRAINING, patches.LIFETIME, patches.BLOCK}
     assert len(patch.why) > 20
 
 

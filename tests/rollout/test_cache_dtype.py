@@ -64,7 +64,7 @@ def test_the_implementation_in_generation_kwargs_counts_too():
 
 
 @pytest.mark.parametrize(("flag", "replaces"), [("none", False), ("bf16", True)])
-def test_the_cache_is_changed_only_under_autocast(flag, replaces, monkeypatch):
+def test_a_static_cache_is_changed_only_under_autocast(flag, replaces, monkeypatch):
     replaced = []
 
     def noting(patch, owner, name, value):
@@ -171,7 +171,7 @@ class Text(torch.nn.Module):
 
 def test_attention_that_is_held_in_float32_gets_float32():
     text, cache = Text(), DynamicCache()
-    with cache_dtype.cache_in_one_dtype(text), torch.autocast("cpu", torch.bfloat16):
+    with cache_dtype.cache_prepared(text, autocast=True), torch.autocast("cpu", torch.bfloat16):
         made = text(past_key_values=cache)
     assert [tensor.dtype for tensor in made] == [torch.bfloat16] * 2 + [torch.float32] * 2
     assert "update" not in vars(cache)
@@ -190,7 +190,7 @@ def test_a_static_cache_that_is_used_again_takes_another_dtype():
         return made, {tensor.dtype for layer in cache.layers for tensor in (layer.keys, layer.values)}
 
     fresh = model.generate(prompt, max_new_tokens=4, do_sample=False).tolist()
-    with cache_dtype.cache_in_one_dtype(find_parts(model).text), torch.autocast("cpu", torch.bfloat16):
+    with cache_dtype.cache_prepared(find_parts(model).text, autocast=True), torch.autocast("cpu", torch.bfloat16):
         assert tokens()[1] == {torch.bfloat16}
     assert tokens() == (fresh, {torch.float32})
 
@@ -225,7 +225,7 @@ def test_families_compute_the_same_logits(family, monkeypatch):
         torch.manual_seed(1)
         prompt = torch.randint(3, 100, (2, 10))
         text = find_parts(model).text
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), cache_dtype.cache_in_one_dtype(text):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), cache_dtype.cache_prepared(text, autocast=True):
             made = model.generate(
                 prompt, max_new_tokens=12, min_new_tokens=12, do_sample=True, output_logits=True,
                 return_dict_in_generate=True,
