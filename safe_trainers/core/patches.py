@@ -133,6 +133,10 @@ PATCHES: Mapping[str, Patch] = {
         "PEFT's LoRA layers", ("_cast_input_dtype",), TRAINING,
         "the switch of PEFT leaves the cast out of forward passes without autocast too, which need it",
     ),
+    "kept-weights": Patch(
+        "4-bit layers of the model", ("forward",), BLOCK,
+        "bitsandbytes dequantises their weights in each forward pass, and has no place to keep them",
+    ),
     "rollout-cache": Patch(
         "the key-value cache of `generate`", ("update",), BLOCK,
         "each token copies the whole cache, and under autocast one of two dtypes is cast again; a cache has no hooks",

@@ -154,10 +154,11 @@ class PrecisionSettings:
             `"native"` sends the base once and then only the factors. Adapters that vLLM does not apply are merged.
         media_trial: Whether a model in half precision runs a sample image or sound forward and backward at
             construction, if the dataset has media. Operations that get two dtypes are found in it, and get casts.
-        keep_frozen_casts: Whether autocast keeps its casts of frozen float32 weights while completions are generated
-            and scored, instead of making them for every token. The values are the same. The casts take half the bytes
-            of these weights until the loss is computed. They are not kept if they would raise the peak of allocated
-            memory on CUDA, or take more than half of the free memory elsewhere.
+        keep_frozen_casts: Whether autocast's casts of frozen float32 weights, and dequantised 4-bit weights of
+            bitsandbytes on a CPU, are kept while completions are generated and scored, instead of being computed for
+            every token. The values are the same. The casts take half the bytes of their weights until the loss is
+            computed, and dequantised weights two bytes per element. They are not kept if they would raise the peak of
+            allocated memory on CUDA, or take more than half of the free memory elsewhere.
         compile_decode: Whether `generate` uses a static cache and compiles the forward pass of each token after the
             first, from the second rollout on. It saves time where the host starts kernels more slowly than the device
             computes them, as on a GPU. Attention over a cache of fixed size may round otherwise, so that other tokens
@@ -233,7 +234,8 @@ class PrecisionSettings:
         default=True, metadata={"help": "Whether a sample image or sound is run through the model at construction."}
     )
     keep_frozen_casts: bool = field(
-        default=True, metadata={"help": "Whether rollouts keep the casts of frozen float32 weights between tokens."}
+        default=True,
+        metadata={"help": "Whether rollouts keep casts of frozen weights and dequantised weights between tokens."},
     )
     compile_decode: bool = field(
         default=False,

@@ -360,10 +360,13 @@ def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
     for decision in run.feature(MediaInputs).decisions:
         if decision.dtype is not None:
             yield decision.key, f"cast to {decision.dtype}", decision.reason
-    kept = run.feature(KeptCasts).nbytes
-    if kept:
-        text = f"autocast keeps {_megabytes(kept)} of casts of frozen weights"
+    kept = run.feature(KeptCasts)
+    if kept.nbytes:
+        text = f"autocast keeps {_megabytes(kept.nbytes)} of casts of frozen weights"
         yield "rollout", text, "stock casts these weights for every token"
+    if kept.dequantised:
+        text = f"keeps {_megabytes(kept.dequantised)} of dequantised 4-bit weights"
+        yield "rollout", text, "stock dequantises these weights for every token"
     if run.settings.compile_decode:
         yield "rollout", "has a static cache and a compiled pass from the second one on", "compile_decode"
     if run.feature(RolloutAlignment).scale is not None:

@@ -1,9 +1,11 @@
-"""Keeps autocast's casts of frozen weights from one forward pass to the next, while completions are made and scored.
+"""Keeps what is computed from frozen weights from one forward pass to the next, while completions are made and scored.
 
 Autocast stores its cast of a float32 weight until it ends, but only if the weight requires a gradient. A frozen one is
 cast again in each forward pass: for every token that `generate` samples. While the policy generates or is scored
 without gradients, the frozen weights are marked as requiring gradients, so that autocast stores their casts too. The
 values are the same. The stored casts are freed at the end, before the loss is computed.
+
+The dequantised weights of 4-bit layers are kept as `kept_weights` describes.
 """
 
 import contextlib
@@ -18,26 +20,29 @@ from torch import nn
 from ..core.feature import Feature, Run
 from ..core.trl import uses_continuous_batching
 from ..model.parts import unwrap
+from .kept_weights import four_bit_layers, weights_kept
 
 
 FREE_SHARE = 0.5
-"""Largest share of the free memory that stored casts may take on a CPU."""
+"""Largest share of the free memory that what is kept may take on a CPU."""
 
 
 class KeptCasts(Feature):
-    """Stores autocast's casts of frozen weights during rollouts and scoring, if the memory suffices.
+    """Stores casts and dequantised weights during rollouts and scoring, if the memory suffices.
 
     Attributes:
         nbytes: The largest number of bytes of stored casts so far.
+        dequantised: The largest number of bytes of dequantised weights so far.
     """
 
-    about_weights: ClassVar = {"_matrices": WeakKeyDictionary}
+    about_weights: ClassVar = {"_matrices": WeakKeyDictionary, "_packed": WeakKeyDictionary}
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.nbytes = 0
+        self.nbytes = self.dequantised = 0
         self._scored: Any = None
         self._matrices: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
     def before_scoring(self, inputs: Mapping[str, Any]) -> None:
         """Remembers the model that is scored: the policy or the reference model."""
@@ -60,21 +65,26 @@ class KeptCasts(Feature):
         with self._kept(model):
             return call()
 
-    def _kept(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _kept(self, model: nn.Module) -> Iterator[None]:
         run = self.run
         compiled = getattr(run.args, "torch_compile", False)  # a changed `requires_grad` would compile the model again
-        if not run.settings.keep_frozen_casts or run.policy.autocast.value is None or run.sharded or compiled:
-            return contextlib.nullcontext()
-        base = unwrap(model)
+        if not run.settings.keep_frozen_casts or run.sharded or compiled:
+            yield
+            return
+        base, device, autocast = unwrap(model), run.accelerator.device, run.policy.autocast.value is not None
         if base not in self._matrices:
-            self._matrices[base] = float32_matrices(base)
-        weights = frozen(self._matrices[base])
+            self._matrices[base], self._packed[base] = float32_matrices(base), four_bit_layers(base)
+        weights, packed = frozen(self._matrices[base]) if autocast else [], self._packed[base]
         nbytes = sum(weight.numel() for weight in weights) * 2
-        device = run.accelerator.device
-        if nbytes and nbytes > spare_memory(device):
-            return contextlib.nullcontext()
-        self.nbytes = max(self.nbytes, nbytes)
-        return casts_kept(weights, device)
+        spare = spare_memory(device) if nbytes or packed else 0
+        with contextlib.ExitStack() as stack:
+            if autocast and nbytes <= spare:
+                stack.enter_context(casts_kept(weights, device))
+                self.nbytes, spare = max(self.nbytes, nbytes), spare - nbytes
+            kept = stack.enter_context(weights_kept(packed, spare))
+            yield
+            self.dequantised = max(self.dequantised, kept.nbytes)
 
 
 @contextlib.contextmanager
