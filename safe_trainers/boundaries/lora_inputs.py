@@ -3,7 +3,7 @@
 PEFT casts the input of a layer to the dtype of the adapter's matrices, float32 in most runs. Under autocast the next
 operation, the product with a matrix, casts it back. Both casts copy the input once for each adapted layer, as does
 their backward pass, and change no bit: each half-precision number is a float32 number. PEFT leaves them out itself in
-layers of bitsandbytes.
+layers of bitsandbytes under the autocast of CUDA.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear
 from torch import nn
 
 from ..core.dtypes import FLOAT32
@@ -21,6 +20,12 @@ from ..core.patches import replace, restore
 
 _CAST = "_cast_input_dtype"
 """The method of PEFT's layers that casts inputs."""
+_LAYERS = {
+    ("peft.tuners.lora.layer", "Linear"),
+    ("peft.tuners.lora.bnb", "Linear4bit"),
+    ("peft.tuners.lora.bnb", "Linear8bitLt"),
+}
+"""Their classes by name: an import of the last two imports bitsandbytes."""
 
 
 class LoraInputs(Feature):
@@ -40,12 +45,12 @@ class LoraInputs(Feature):
             restore(layer, _CAST)
 
 
-def _layers(model: nn.Module) -> Iterator[Linear]:
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Finds PEFT's own LoRA layers; subclasses may use the input otherwise."""
-    return (module for module in model.modules() if type(module) is Linear)
+    return (m for m in model.modules() if (type(m).__module__, type(m).__name__) in _LAYERS)
 
 
-def _cast_input(layer: Linear, cast: Callable[..., Any], x: Any, dtype: torch.dtype) -> Any:
+def _cast_input(layer: nn.Module, cast: Callable[..., Any], x: Any, dtype: torch.dtype) -> Any:
     """Returns an input as it is if a product under autocast is all that it is used for; else calls PEFT's method."""
     if isinstance(x, torch.Tensor) and dtype == torch.float32:
         kind = x.device.type
@@ -54,7 +59,7 @@ def _cast_input(layer: Linear, cast: Callable[..., Any], x: Any, dtype: torch.dt
     return cast(x, dtype)
 
 
-def _only_products(layer: Linear) -> bool:
+def _only_products(layer: Any) -> bool:
     """Whether no active adapter changes its input or computes with it otherwise, as dropout and DoRA do."""
     dropouts, variants = layer.lora_dropout, layer.lora_variant
     return not any(

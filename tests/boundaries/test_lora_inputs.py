@@ -8,6 +8,7 @@ import cells
 import peft
 import pytest
 import torch
+import transformers
 from cells import Cell
 from peft.tuners.lora import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,6 +84,20 @@ def test_half_precision_with_a_loss_scale_is_bit_identical_too(left, monkeypatch
     assert left["left"] > 0
     monkeypatch.setattr(LoraInputs, "on_train_begin", lambda feature: None)
     assert run() == mine
+
+
+@pytest.mark.parametrize(
+    "loading", [{"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}, {"load_in_8bit": True}]
+)
+def test_layers_of_bitsandbytes_are_bit_identical_on_a_cpu(loading, left, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(**loading)
+    cell = Cell("text", "sft", "bf16", "bf16")
+    changes = {"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": config}}
+    mine = trained(cell, **changes)
+    assert left["left"] > 0
+    monkeypatch.setattr(LoraInputs, "on_train_begin", lambda feature: None)
+    assert trained(cell, **changes) == mine
 
 
 @pytest.mark.parametrize("adapter", [{"lora_dropout": 0.3}, {"use_dora": True}])
