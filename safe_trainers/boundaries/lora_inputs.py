@@ -36,7 +36,8 @@ class LoraInputs(Feature):
         if self.run.policy.autocast.value in (None, FLOAT32):
             return
         for layer in _layers(self.run.model):
-            if restore(layer, _CAST) or hasattr(layer, _CAST):  # `train` may begin again without having ended
+            restore(layer, _CAST)  # `train` may begin again without having ended
+            if hasattr(layer, _CAST):
                 replace("lora-inputs", layer, _CAST, partial(_cast_input, layer, getattr(layer, _CAST)))
 
     def on_train_exit(self) -> None:
