@@ -121,6 +121,10 @@ PATCHES: Mapping[str, Patch] = {
         "modules around the text model", ("get_image_features", "get_video_features", "get_audio_features"), LIFETIME,
         "equal images of a batch are computed once, and methods have no hooks",
     ),
+    "frozen-towers": Patch(
+        "modules around the text model", ("get_image_features", "get_video_features", "get_audio_features"), LIFETIME,
+        "transformers lets embeddings of frozen towers require gradients, and methods have no hooks",
+    ),
     "features": Patch(
         "modules around the text model", ("get_image_features", "get_video_features", "get_audio_features"), LIFETIME,
         "their outputs must be cast to the dtype of the embeddings, and methods have no hooks",

@@ -137,8 +137,8 @@ class SharedFeatures(Feature):
     def ready(self) -> None:
         """Replaces the feature methods of the policy and of other models that take media."""
         compiled = getattr(self.run.args, "torch_compile", False)
-        if self.run.settings.share_media_features == OFF or compiled:
-            return
+        if self.run.settings.share_media_features == OFF or compiled or self.run.sharded is not None:
+            return  # under FSDP and ZeRO-3, other ranks would wait in the passes of a comparison
         for model in self.run.feature(MediaInputs).models():
             for container in find_parts(model).containers:
                 for name in FEATURE_METHODS:
@@ -159,7 +159,7 @@ class SharedFeatures(Feature):
                 return function(module, *args, **kwargs)
             arguments = call.named(signature.bind_partial(module, *args, **kwargs))
             keys = [key for key in arguments if key in MEDIA_KEYS]
-            if len(keys) != 1 or feature._needs_gradients(module):
+            if len(keys) != 1 or (torch.is_grad_enabled() and trains_features(module)):
                 return function(module, *args, **kwargs)
             repeats = find_repeats(arguments, keys[0])  # waits for the device
             if repeats is None:
@@ -167,14 +167,6 @@ class SharedFeatures(Feature):
             return feature._share(function.__name__, partial(function, module), module, call, repeats)
 
         return features
-
-    def _needs_gradients(self, module: nn.Module) -> bool:
-        """Whether gradients flow to weights that make the features: those outside of the text model."""
-        if not torch.is_grad_enabled():
-            return False
-        towers = find_parts(module).towers.values()
-        own = module.parameters(recurse=False)
-        return any(p.requires_grad for p in own) or any(p.requires_grad for t in towers for p in t.parameters())
 
     def _share(
         self, name: str, features: Callable[..., Any], module: nn.Module, call: "_Call", repeats: Repeats
@@ -209,11 +201,11 @@ class SharedFeatures(Feature):
                 with undisturbed(module):
                     shared = call.selected(computed).run(features)
                 plan = _plan(output, shared, computed)
-                same = _same_bits(output, _expand(shared, plan, computed))
+                same = same_bits(output, _expand(shared, plan, computed))
                 if same and self.run.settings.share_media_features != ALWAYS:
                     with undisturbed(module), OrderProbe():
                         every, few = call.run(features), call.selected(computed).run(features)
-                    same = _same_bits(every, _expand(few, plan, computed))
+                    same = same_bits(every, _expand(few, plan, computed))
             except Exception as error:  # a method may need all images; the run goes on with the result for all
                 reason = "the result is not divided by image" if isinstance(error, _NotShareableError) else repr(error)
                 return self._refuse(f"{kind}: {reason}")
@@ -369,11 +361,28 @@ def _entries(value: Any) -> dict[Any, Any] | None:
     return dict(enumerate(value)) if isinstance(value, (list, tuple)) else None
 
 
-def _same_bits(left: Any, right: Any) -> bool:
+def trains_features(module: nn.Module) -> bool:
+    """Whether weights are trained that make features: those outside of the text model.
+
+    Args:
+        module: The module with the feature methods.
+    """
+    towers = find_parts(module).towers.values()
+    own = module.parameters(recurse=False)
+    return any(p.requires_grad for p in own) or any(p.requires_grad for t in towers for p in t.parameters())
+
+
+def same_bits(left: Any, right: Any) -> bool:
+    """Whether two results have the same form and the same bits.
+
+    Args:
+        left: A tensor, or a container of results.
+        right: Another one.
+    """
     if isinstance(left, torch.Tensor):
         same = isinstance(right, torch.Tensor) and left.shape == right.shape and left.dtype == right.dtype
         return same and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
     entries, others = _entries(left), _entries(right)
     if entries is None or others is None:
         return type(left) is type(right)
-    return entries.keys() == others.keys() and all(_same_bits(entry, others[n]) for n, entry in entries.items())
+    return entries.keys() == others.keys() and all(same_bits(entry, others[n]) for n, entry in entries.items())

@@ -18,6 +18,7 @@ from ..core.dtypes import BFLOAT16, FLOAT32, KBIT, SHORT, from_torch, join_dtype
 from ..core.errors import Fix, Problem, warn
 from ..core.feature import Run
 from ..experts.routes import ExpertRoutes
+from ..media.frozen_towers import FrozenTowers
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
 from ..model.inventory import BUFFERS, HEAD, CountContext, Group, count_groups
@@ -376,6 +377,8 @@ def _changes(run: Run) -> Iterator[tuple[Cell, ...]]:
         yield "scoring", "gets position_ids without the padding", "the model has absolute positions"
     if scoring.answers:
         yield "scoring", "answers get the token type 1", "tokens of type 0 attend to later ones"
+    if run.feature(FrozenTowers).passes:
+        yield "towers", "run without a graph for gradients", "none of their weights is trained; bit-identical features"
     if run.feature(SharedFeatures).shares:
         same = run.settings.share_media_features != ALWAYS
         yield "towers", "run once for equal images of a batch", "bit-identical features" if same else "asked for"

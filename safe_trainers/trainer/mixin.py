@@ -29,6 +29,7 @@ from ..core.phase_clock import OPTIMIZER, REFERENCE, SCORING
 from ..core.trl import trl_bases
 from ..diff.feature import RunRecorder
 from ..experts.routes import ExpertRoutes
+from ..media.frozen_towers import FrozenTowers
 from ..media.inputs import MediaInputs
 from ..media.shared_features import SharedFeatures
 from ..model import input_gradients
@@ -88,6 +89,7 @@ class PrecisionMixin(ExactCheckpoints):
         Profiler,
         SameOnAllRanks,
         MediaInputs,
+        FrozenTowers,
         SharedFeatures,
         LoraInputs,
         RolloutAlignment,
