@@ -108,11 +108,11 @@ def page() -> str:
                 "",
                 "Stock TRL rolls out in the dtype of the weights, and the safe trainers in that of training. With "
                 "float32",
-                "weights and `bf16=True` this saves time on models that are not tiny, because autocast keeps its "
-                "casts of",
-                "frozen weights (`keep_frozen_casts`). It saves less, or costs time, where a layer takes less time "
-                "than its casts, "
-                "and for long",
+                "weights and `bf16=True` this saves time on models that are not tiny. Casts of frozen weights, and "
+                "dequantised 4-bit",
+                "weights, are kept for a whole rollout, in memory that is free (`keep_frozen_casts`). It saves less, "
+                "or costs time, where",
+                "a layer takes less time than its casts, and for long",
                 "completions on a CPU, because torch's CPU attention of one query to 512 keys takes about seven "
                 "times as long in",
                 'bfloat16 as in float32; `rollout_compute="stock"` avoids it. Eight completions of each prompt:',

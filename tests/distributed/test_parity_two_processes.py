@@ -35,6 +35,8 @@ TOGETHER = {
     "qlora": QLORA,
     "rollout": {"task": "grpo", "steps": 2, **ADAPTER, **QWEN, "by_rank": [ENDS_AT_ONCE, {}],
                 "max_completion_length": 8, "precision_report": "file"},
+    # In the fourth step, the pictures of one process alone have sizes that it has not had before.
+    "new sizes": {"task": "grpo", "steps": 5, "batch": 8, "max_completion_length": 4, **ADAPTER, **QWEN},
     "ranks differ": {"refused": True, "by_rank": [{}, {"learning_rate": 5e-5, "seed": 1}]},
 }  # fmt: skip
 """What only several processes do, or what they are compared with each other in."""
@@ -210,6 +212,13 @@ def test_a_loss_that_is_infinite_in_one_process_skips_the_step_in_all(engine, to
         assert [entry["precision/loss_scale"] for entry in logs] == [2.0**15] * 3
         # The schedule waits.
         assert logs[0]["learning_rate"] == logs[1]["learning_rate"] > logs[2]["learning_rate"]
+
+
+@ENGINES
+def test_pictures_of_sizes_that_are_new_to_one_process_do_not_lock(engine, together):
+    one, other = together(engine).found("new sizes")
+    assert len(one["losses"]) == 5
+    assert one["losses"] == other["losses"]
 
 
 @ENGINES
