@@ -196,6 +196,22 @@ def train_logs(trainer: Any) -> list[dict[str, Any]]:
     return trainer.state.log_history
 
 
+def sampled(trainer_class: type, made: dict[str, Any]) -> tuple[list[Any], str]:
+    """Builds and trains a trainer with rollouts; returns the tokens of each turn, and a hash of the weights."""
+    turns = []
+
+    class Keeping(trainer_class):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            turn = super()._generate_single_turn(*args, **kwargs)
+            turns.append(turn[0] if isinstance(turn, tuple) else turn)
+            return turn
+
+    torch.manual_seed(0)
+    trainer = Keeping(**made)
+    trainer.train()
+    return turns, fingerprint(trainer.model)
+
+
 def reset_autocast() -> None:
     """Accelerate's autocast leaks out of a forward that failed."""
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):

@@ -1,5 +1,6 @@
 """The most bytes of tensors that were alive at one time."""
 
+import gc
 import weakref
 from typing import Any
 
@@ -49,3 +50,19 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def alive_at_the_loss(trainer: Any) -> int:
+    """Trains, and returns the bytes that were alive, of those that training has made, when its last loss began."""
+    found = []
+    compute_loss = trainer.compute_loss
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        found.append(live.now)
+        return compute_loss(*args, **kwargs)
+
+    trainer.compute_loss = watching
+    with LiveBytes() as live:
+        trainer.train()
+    return found[-1]

@@ -27,6 +27,7 @@ from ..model.parts import (
     NORM_LEAVES,
     ModelParts,
     adapter_parameters,
+    feature_methods,
     input_embeddings,
     is_quantized,
 )
@@ -81,12 +82,8 @@ def guard_features(parts: ModelParts) -> tuple[str, ...]:
         The names of the methods that were replaced.
     """
     wrapped = []
-    for container in parts.containers:
-        for name in FEATURE_METHODS:
-            method = getattr(container, name, None)
-            function = getattr(method, "__func__", None)
-            if function is None or _PATCH in replaced_by(container, name):
-                continue
+    for container, name, function in feature_methods(parts):
+        if _PATCH not in replaced_by(container, name):
             replace(_PATCH, container, name, MethodType(_features_follow_embeddings(function), container))
             wrapped.append(f"{type(container).__name__}.{name}")
     return tuple(wrapped)

@@ -414,9 +414,15 @@ def _is_floating(value: Any) -> bool:
 def _identical(left: Any, right: Any) -> bool:
     """Whether two outputs contain the same floating-point tensors, bit by bit; false for outputs without tensors."""
     lefts, rights = list(tensors_in(left)), list(tensors_in(right))
-    return bool(lefts) and len(lefts) == len(rights) and all(map(_same_bits, lefts, rights))
+    return bool(lefts) and len(lefts) == len(rights) and all(map(same_tensors, lefts, rights))
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+def same_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and values; NaN equals NaN.
+
+    Args:
+        left: A tensor.
+        right: Another one.
+    """
     same_kind = left.dtype == right.dtype and left.shape == right.shape
     return same_kind and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..core import patches
 from ..core.feature import Feature, Run
-from ..model.parts import FEATURE_METHODS, find_parts
+from ..model.parts import feature_methods, find_parts
 from ..model.trial_forward import undisturbed
 from .caster import tensors_in
 from .order_probe import OrderProbe
@@ -49,12 +49,8 @@ class FrozenTowers(Feature):
         """Replaces the feature methods of the policy."""
         if getattr(self.run.args, "torch_compile", False) or self.run.sharded is not None:
             return  # a further pass would be compiled, and would gather weights that other ranks wait for
-        for container in find_parts(self.run.model).containers:
-            for name in FEATURE_METHODS:
-                function = getattr(getattr(container, name, None), "__func__", None)
-                if function is not None:
-                    method = MethodType(self._without(function), container)
-                    patches.replace("frozen-towers", container, name, method)
+        for container, name, function in feature_methods(find_parts(self.run.model)):
+            patches.replace("frozen-towers", container, name, MethodType(self._without(function), container))
 
     def _without(self, function: Callable[..., Any]) -> Callable[..., Any]:
         owner = weakref.ref(self)  # the model may outlive the trainer

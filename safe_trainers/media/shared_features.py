@@ -24,10 +24,10 @@ from torch import nn
 from ..boundaries.cast_hooks import with_entries
 from ..core import patches
 from ..core.feature import Feature, Run
-from ..model.parts import FEATURE_METHODS, find_parts
+from ..model.parts import feature_methods, find_parts
 from ..model.trial_forward import undisturbed
 from ..policy.settings import ALWAYS, OFF
-from .caster import MEDIA_KEYS
+from .caster import MEDIA_KEYS, same_tensors
 from .inputs import MediaInputs
 from .order_probe import OrderProbe
 
@@ -140,13 +140,8 @@ class SharedFeatures(Feature):
         if self.run.settings.share_media_features == OFF or compiled or self.run.sharded is not None:
             return  # under FSDP and ZeRO-3, other ranks would wait in the passes of a comparison
         for model in self.run.feature(MediaInputs).models():
-            for container in find_parts(model).containers:
-                for name in FEATURE_METHODS:
-                    function = getattr(getattr(container, name, None), "__func__", None)
-                    if function is not None:
-                        patches.replace(
-                            "shared-features", container, name, MethodType(self._sharing(function), container)
-                        )
+            for container, name, function in feature_methods(find_parts(model)):
+                patches.replace("shared-features", container, name, MethodType(self._sharing(function), container))
 
     def _sharing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
@@ -380,8 +375,7 @@ def same_bits(left: Any, right: Any) -> bool:
         right: Another one.
     """
     if isinstance(left, torch.Tensor):
-        same = isinstance(right, torch.Tensor) and left.shape == right.shape and left.dtype == right.dtype
-        return same and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+        return isinstance(right, torch.Tensor) and same_tensors(left, right)
     entries, others = _entries(left), _entries(right)
     if entries is None or others is None:
         return type(left) is type(right)

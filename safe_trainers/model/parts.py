@@ -6,7 +6,7 @@ transformers 4.57 to 5.23, and also works for remote code with the same structur
 """
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -114,6 +114,22 @@ def find_parts(model: nn.Module) -> ModelParts:
         if id(module) not in inside and next(floating_parameters(module), None) is not None
     }
     return ModelParts(embeddings, text, tuple(chain[:depth]), towers)
+
+
+def feature_methods(parts: ModelParts) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+    """Yields the `get_*_features` methods of the modules around the text model.
+
+    Args:
+        parts: The parts of the model.
+
+    Yields:
+        The module, the name of the method, and its function, which takes the module first.
+    """
+    for container in parts.containers:
+        for name in FEATURE_METHODS:
+            function = getattr(getattr(container, name, None), "__func__", None)
+            if function is not None:
+                yield container, name, function
 
 
 def input_embeddings(model: nn.Module) -> nn.Module | None:

@@ -110,7 +110,7 @@ def _named_model(settings: Settings, key: str, steps: str) -> Iterator[Problem]:
         yield settings.error(steps, what, leave_out(steps))
     if family is None and is_path(name) and not os.path.isfile(Path(name, "config.json")):
         models = [path for path in _siblings(name) if os.path.isfile(Path(path, "config.json"))]
-        yield settings.error(key, f"there is no model in the folder {name}{hint(nearest(name, models))}")
+        yield settings.error(key, f"folder {name} has no model (config.json){hint(nearest(name, models))}")
     if family == "reward" and settings.task != "reward":
         what = f"{name} only scores; {settings.task} needs a model that answers"
         yield settings.error(key, what, write(**{key: "tiny:text"}))

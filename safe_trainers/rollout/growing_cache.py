@@ -21,7 +21,7 @@ Update = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """The method `update` of a cache."""
 
 
-class Appended:
+class GrowingTensor:
     """Concatenates keys or values with those before them, and copies none of these while there is room."""
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class Appended:
 
         Args:
             before: The last tokens of the previous result, (B, heads, T, head size), or another tensor.
-            new: The tokens to append, (B, heads, N, head size).
+            new: The tokens to append, (B, heads, N, head size), in a dtype that is cast to that of `before` exactly.
 
         Returns:
-            A view, (B, heads, T + N, head size).
+            A view in the dtype of `before`, (B, heads, T + N, head size).
         """
         length, added = before.shape[-2], new.shape[-2]
         stored = self._stored
@@ -66,13 +66,13 @@ def growing_update(cache: DynamicCache) -> Update:
     """
     if type(cache).update is not DynamicCache.update:
         return cache.update
-    return partial(_update, cache, cache.update, defaultdict(lambda: (Appended(), Appended())))
+    return partial(_update, cache, cache.update, defaultdict(lambda: (GrowingTensor(), GrowingTensor())))
 
 
 def _update(
     cache: DynamicCache,
     update: Update,
-    appended: defaultdict[int, tuple[Appended, Appended]],
+    tensors: defaultdict[int, tuple[GrowingTensor, GrowingTensor]],
     key_states: torch.Tensor,
     value_states: torch.Tensor,
     layer_idx: int,
@@ -83,7 +83,7 @@ def _update(
     layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if not _appends(cache, layer, key_states, value_states):
         return update(key_states, value_states, layer_idx, *args, **kwargs)
-    of_keys, of_values = appended[layer_idx]
+    of_keys, of_values = tensors[layer_idx]
     keys, values = of_keys.append(layer.keys, key_states), of_values.append(layer.values, value_states)
     kept = slice(None)
     if isinstance(layer, DynamicSlidingWindowLayer):

@@ -52,7 +52,7 @@ class KeptWeights:
         Args:
             layer: The layer.
             forward: Its own forward pass.
-            x: Its input, (..., in_features).
+            x: Its input, (..., in_features), in any floating-point dtype.
 
         Returns:
             The output in the dtype of the input, (..., out_features).

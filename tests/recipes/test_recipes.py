@@ -113,7 +113,7 @@ BAD = {
     ),
     "missing model folder": (
         {"model_name_or_path": "./models/qwen"},
-        "there is no model in the folder ./models/qwen",
+        "folder ./models/qwen has no model (config.json)",
     ),
     "missing model of one slash": ({"model_name_or_path": "models/none"}, "model models/none cannot be read:"),
     "no model": (
@@ -427,7 +427,7 @@ def test_a_teacher_is_checked_as_the_model_is(recipe):
     for teacher, text in {
         ...: "teacher_model_name_or_path is missing",
         "tiny:llva": "there is no embedded model 'tiny:llva'; did you mean 'tiny:llava'?",
-        "./teachers/one": "there is no model in the folder ./teachers/one",
+        "./teachers/one": "folder ./teachers/one has no model (config.json)",
         "tiny:reward": "tiny:reward only scores; distillation needs a model that answers",
     }.items():
         with pytest.raises(RecipeError) as caught:

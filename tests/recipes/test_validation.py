@@ -179,7 +179,7 @@ WRONG = {
     "reward in a number": ("!reward_funcs: [1.5.x]", 13, "is not the name of a module"),
     "no rewards": ("!reward_funcs: []", 13, "reward_funcs is empty"),
     "misspelt model": ("!model_name_or_path: tiny:llva", 13, "did you mean 'tiny:llava'?"),
-    "model folder that is not there": ("!model_name_or_path: ./qwen", 13, "there is no model in the folder ./qwen"),
+    "model folder that is not there": ("!model_name_or_path: ./qwen", 13, "folder ./qwen has no model (config.json)"),
     "model that only scores": ("!model_name_or_path: tiny:reward", 13, "tiny:reward only scores; grpo needs a model"),
     "misspelt dataset": ("!dataset_name: tiny:shape", 13, "did you mean 'tiny:shapes'?"),
     "dataset that is not there": ("!dataset_name: ./data", 13, "dataset path ./data does not exist"),

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
 from safe_trainers.model.parts import find_parts
 from safe_trainers.rollout import cache_dtype, growing_cache
-from safe_trainers.rollout.growing_cache import ROOM, Appended, growing_update
+from safe_trainers.rollout.growing_cache import ROOM, GrowingTensor, growing_update
 
 
 def states(tokens, rows=2):
@@ -27,7 +27,7 @@ def test_appending_concatenates_also_after_other_operations():
     choices = random.Random(0)
     for _ in range(30):
         torch.manual_seed(choices.randrange(1000))
-        appended, held, results = Appended(), states(5), []
+        appended, held, results = GrowingTensor(), states(5), []
         for _ in range(3 * ROOM):
             new = states(choices.choice([1, 1, 1, 2, ROOM + 3]), len(held))
             expected = torch.cat([held, new], dim=-2)
@@ -144,18 +144,8 @@ def has_room(caches):
 
 def rollouts(cell, **changes):
     """The tokens that a safe trainer samples, and its weights after two steps."""
-
-    class Keeping(SafeGRPOTrainer):
-        def _generate_single_turn(self, *args, **kwargs):
-            made = super()._generate_single_turn(*args, **kwargs)
-            self.sampled = [*getattr(self, "sampled", []), made[0] if isinstance(made, tuple) else made]
-            return made
-
-    torch.manual_seed(0)
     changes = {"max_completion_length": 2 * ROOM, "generation_kwargs": {"min_new_tokens": 2 * ROOM}, **changes}
-    trainer = Keeping(**cells.arguments(cell, SafeGRPOConfig, **changes))
-    trainer.train()
-    return trainer.sampled, cells.fingerprint(trainer.model)
+    return cells.sampled(SafeGRPOTrainer, cells.arguments(cell, SafeGRPOConfig, **changes))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +229,6 @@ def test_families_compute_the_same_logits(family, attention, autocast, monkeypat
 
 
 def test_room_is_what_a_tensor_has_beyond_its_tokens():
-    appended = Appended()
+    appended = GrowingTensor()
     made = appended.append(states(5), states(1))
     assert made.untyped_storage().nbytes() == made[..., :1, :].numel() * (6 + growing_cache.ROOM) * 4

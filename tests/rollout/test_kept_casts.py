@@ -1,6 +1,5 @@
 """While completions are made and scored, autocast keeps its casts of frozen weights."""
 
-import gc
 from collections import Counter
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import trl
 from cells import Cell
-from live_bytes import LiveBytes
+from live_bytes import alive_at_the_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from safe_trainers import PrecisionBase, PrecisionMixin, SafeGRPOConfig, SafeRLOOConfig
@@ -142,22 +141,10 @@ def test_flags_are_restored_after_an_error():
 
 def test_the_casts_are_freed_before_the_loss():
     """The tensors that are alive when the loss begins take no more memory."""
-
-    class Watching(counting(trl.GRPOTrainer)):
-        def compute_loss(self, *args, **kwargs):
-            gc.collect()
-            self.alive = live.now
-            return super().compute_loss(*args, **kwargs)
-
     alive = {}
     for kept in (False, True):
-        made = cells.arguments(
-            Cell("text", "grpo", "fp32", "bf16", lora=True), SafeGRPOConfig, steps=1, keep_frozen_casts=kept
-        )
-        trainer = Watching(**made)
-        with LiveBytes() as live:
-            trainer.train()
-        alive[kept] = trainer.alive
+        trainer = build(Cell("text", "grpo", "fp32", "bf16", lora=True), steps=1, keep_frozen_casts=kept)
+        alive[kept] = alive_at_the_loss(trainer)
     stored = trainer._run.feature(kept_casts.KeptCasts).nbytes
     assert stored > 100_000
     assert abs(alive[True] - alive[False]) < stored / 10
