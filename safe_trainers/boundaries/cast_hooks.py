@@ -71,9 +71,7 @@ def guard_leaves(modules: Iterable[nn.Module]) -> int:
 def guard_features(parts: ModelParts) -> tuple[str, ...]:
     """Casts the outputs of towers to the dtype of the embeddings into which they are merged.
 
-    Each `get_*_features` method of the modules around the text model is replaced by a wrapper. The wrapper keeps the
-    method's signature, which `generate` inspects, and is bound to the module, so that a `deepcopy` of the model uses
-    its own module.
+    Each `get_*_features` method of the modules around the text model is replaced as `around_features` says.
 
     Args:
         parts: The parts of the model.
@@ -84,7 +82,7 @@ def guard_features(parts: ModelParts) -> tuple[str, ...]:
     wrapped = []
     for container, name, function in feature_methods(parts):
         if _PATCH not in replaced_by(container, name):
-            replace(_PATCH, container, name, MethodType(_features_follow_embeddings(function), container))
+            replace(_PATCH, container, name, MethodType(around_features(function, _follow_embeddings), container))
             wrapped.append(f"{type(container).__name__}.{name}")
     return tuple(wrapped)
 
@@ -279,18 +277,52 @@ def with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Mappi
     return copied
 
 
-def _features_follow_embeddings(function: Callable[..., Any]) -> Callable[..., Any]:
+def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the floating-point tensors of a result.
+
+    Args:
+        value: A tensor, or mappings, model outputs, lists and tuples of tensors.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in {**dict(value), **getattr(value, "__dict__", {})}.values():
+            yield from floating_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from floating_tensors(item)
+
+
+def around_features(
+    function: Callable[..., Any], around: Callable[[nn.Module, partial[Any], bool], Any]
+) -> Callable[..., Any]:
+    """Returns a `get_*_features` method inside another function.
+
+    The result keeps the method's signature, which `generate` inspects, and takes the module first. Bound to a module,
+    it is copied with it: a `deepcopy` of a model uses its own module.
+
+    Args:
+        function: The function of the method.
+        around: Gets the module, the call of the method, and whether gradients of its inputs are needed. Returns the
+            features.
+    """
+
     @functools.wraps(function)
-    def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = function(self, *args, **kwargs)
-        embeddings = input_embeddings(self)
-        if embeddings is None:
-            return output
-        wide = _widen in embeddings._forward_hooks.values()
-        dtype = torch.float32 if wide else first_dtype(embeddings)
-        return output if dtype is None else cast_floating(output, dtype)
+    def features(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in floating_tensors((args, kwargs)))
+        return around(module, partial(function, module, *args, **kwargs), differentiated)
 
     return features
+
+
+def _follow_embeddings(module: nn.Module, call: partial[Any], differentiated: bool) -> Any:
+    output, embeddings = call(), input_embeddings(module)
+    if embeddings is None:
+        return output
+    wide = _widen in embeddings._forward_hooks.values()
+    dtype = torch.float32 if wide else first_dtype(embeddings)
+    return output if dtype is None else cast_floating(output, dtype)
 
 
 def _own_weight(leaf: nn.Module) -> torch.Tensor | None:

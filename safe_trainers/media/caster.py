@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..boundaries.cast_hooks import cast_floating, map_floating
+from ..boundaries.cast_hooks import cast_floating, floating_tensors, map_floating
 from ..core.dtypes import from_torch, to_torch
 from ..core.errors import PrecisionError, refuse
 from ..model.inventory import bits, first_dtype
@@ -213,7 +213,7 @@ class MediaCaster:
             if not seen:
                 return None, f"unchanged: {self._keys[key]} runs no tower"
             dtype = first_dtype(seen[0])
-            before = {t.dtype for t in tensors_in(tensor)}
+            before = {t.dtype for t in floating_tensors(tensor)}
             if dtype is None:
                 return None, "unchanged: the tower has no floating-point weights"
             if dtype.itemsize >= max(d.itemsize for d in before):
@@ -390,30 +390,13 @@ def _random_like(value: Any) -> Any:
     return map_floating(drawn, value)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the floating-point tensors of a result.
-
-    Args:
-        value: A tensor, or mappings, model outputs, lists and tuples of tensors.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in {**dict(value), **getattr(value, "__dict__", {})}.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-
-
 def _is_floating(value: Any) -> bool:
-    return next(tensors_in(value), None) is not None
+    return next(floating_tensors(value), None) is not None
 
 
 def _identical(left: Any, right: Any) -> bool:
     """Whether two outputs contain the same floating-point tensors, bit by bit; false for outputs without tensors."""
-    lefts, rights = list(tensors_in(left)), list(tensors_in(right))
+    lefts, rights = list(floating_tensors(left)), list(floating_tensors(right))
     return bool(lefts) and len(lefts) == len(rights) and all(map(same_tensors, lefts, rights))
 
 

@@ -6,10 +6,10 @@ gradients that nothing uses. Here the `get_*_features` methods run without a gra
 gradients, both ways are compared once, with values that show the order in which kernels sum.
 """
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..boundaries.cast_hooks import around_features, floating_tensors
 from ..core import patches
 from ..core.feature import Feature, Run
 from ..model.parts import feature_methods, find_parts
 from ..model.trial_forward import undisturbed
-from .caster import tensors_in
 from .order_probe import OrderProbe
 from .shared_features import same_bits, trains_features
 
@@ -37,44 +37,40 @@ class FrozenTowers(Feature):
         refused: Why a graph was kept, each reason once.
     """
 
-    about_weights: ClassVar = {"_without_graph": dict}
+    about_weights: ClassVar = {"_same": dict}
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.passes = 0
         self.refused: list[str] = []
-        self._without_graph: dict[Any, bool] = {}
+        self._same: dict[Any, bool] = {}
 
     def ready(self) -> None:
         """Replaces the feature methods of the policy."""
         if getattr(self.run.args, "torch_compile", False) or self.run.sharded is not None:
             return  # a further pass would be compiled, and would gather weights that other ranks wait for
-        for container, name, function in feature_methods(find_parts(self.run.model)):
-            patches.replace("frozen-towers", container, name, MethodType(self._without(function), container))
-
-    def _without(self, function: Callable[..., Any]) -> Callable[..., Any]:
         owner = weakref.ref(self)  # the model may outlive the trainer
 
-        @functools.wraps(function)
-        def features(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def around(module: nn.Module, call: partial[Any], differentiated: bool) -> Any:
             feature = owner()
-            if feature is None or not torch.is_grad_enabled() or trains_features(module):
-                return function(module, *args, **kwargs)
-            if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
-                return function(module, *args, **kwargs)
-            kind = feature.run.accelerator.device.type
-            context = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-            key = function.__name__, id(module), module.training, context
-            if key not in feature._without_graph:
-                call = functools.partial(function, module, *args, **kwargs)
-                feature._without_graph[key] = feature._compare(module, call)
-            if not feature._without_graph[key]:
-                return function(module, *args, **kwargs)
-            feature.passes += 1
-            with torch.no_grad():
-                return function(module, *args, **kwargs)
+            return call() if feature is None or differentiated else feature._without_graph(module, call)
 
-        return features
+        for container, name, function in feature_methods(find_parts(self.run.model)):
+            patches.replace("frozen-towers", container, name, MethodType(around_features(function, around), container))
+
+    def _without_graph(self, module: nn.Module, call: partial[Any]) -> Any:
+        if not torch.is_grad_enabled() or trains_features(module):
+            return call()
+        kind = self.run.accelerator.device.type
+        context = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        key = call.func.__name__, id(module), module.training, context
+        if key not in self._same:
+            self._same[key] = self._compare(module, call)
+        if not self._same[key]:
+            return call()
+        self.passes += 1
+        with torch.no_grad():
+            return call()
 
     def _compare(self, module: nn.Module, features: Callable[[], Any]) -> bool:
         """Whether a graph changes no bit, and none of the weights that it ends in is trained.
@@ -113,7 +109,7 @@ def leaves_of(value: Any) -> Iterator[torch.Tensor]:
     Args:
         value: A tensor, or a container of tensors.
     """
-    tensors = list(tensors_in(value))
+    tensors = list(floating_tensors(value))
     yield from (tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None)
     stack: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(stack)

@@ -96,7 +96,7 @@ def weights_kept(layers: Sequence[nn.Module], limit: int) -> Iterator[KeptWeight
 def _dequantises(layer: Any, x: torch.Tensor) -> bool:
     """Whether bitsandbytes dequantises the weight of a layer for an input, to the dtype in which it computes."""
     state = layer.weight.quant_state
-    decided = state is not None and layer.compute_type_is_set and layer.compute_dtype == state.dtype
+    decided = state is not None and layer.compute_dtype == state.dtype
     if not decided or getattr(state, "packing_format_for_cpu", False):
         return False
     if x.device.type == "cuda":  # it has kernels of its own for one row, and newer releases for several rows
