@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from safe_trainers.core.feature import Run
 from safe_trainers.core.patches import replaced_by
+from safe_trainers.media import frozen_towers
 from safe_trainers.media.frozen_towers import FrozenTowers, leaves_of
 from safe_trainers.model.parts import find_parts
 from safe_trainers.testing import fp16_on_cpu
@@ -208,6 +209,29 @@ def test_an_error_of_the_comparison_keeps_the_graph(monkeypatch):
     feature = trainer.precision[FrozenTowers]
     assert feature.passes == 0
     assert feature.refused == ["OutOfMemoryError('CUDA out of memory')"]
+
+
+def test_a_comparison_keeps_nothing_for_a_backward_pass(monkeypatch):
+    """Of a whole tower, what is kept is the largest part of a run's memory."""
+    trainer = build(Cell("llava", "sft", "bf16", "bf16", lora=True), gradient_checkpointing=False)
+    tower = trainer.model.get_base_model().model.vision_tower
+    layers = [layer for layer in tower.modules() if hasattr(layer, "activation_fn")]
+    made, alive = [], []
+
+    def note(layer, args):
+        made.append(weakref.ref(args[0]))  # its backward pass needs the input
+
+    def counting(left, right):
+        alive.append([kept() is not None for kept in made])
+        return True
+
+    for layer in layers:
+        layer.activation_fn.register_forward_pre_hook(note)
+    monkeypatch.setattr(frozen_towers, "same_bits", counting)
+    trainer.train()
+    (found,) = alive
+    assert len(found) > len(layers)
+    assert not any(found)
 
 
 def test_gradients_of_images_are_computed_if_they_are_asked_for():

@@ -45,6 +45,14 @@ def test_appending_concatenates_also_after_other_operations():
         assert all(torch.equal(made, expected) for made, expected in results)  # nothing is overwritten later
 
 
+def test_views_of_the_same_place_are_not_taken_for_the_last_result():
+    appended, rows = GrowingTensor(), 3  # as many as heads
+    with torch.no_grad():
+        held = appended.append(states(5, rows), states(1, rows)).transpose(0, 1)
+        new = states(1, rows)
+        assert torch.equal(appended.append(held, new), torch.cat([held, new], dim=-2))
+
+
 def config_of(window):
     config = CONFIG_MAPPING["mistral"](num_hidden_layers=2, sliding_window=window)
     config.layer_types = ["full_attention", "sliding_attention" if window else "full_attention"]
@@ -100,10 +108,13 @@ def test_gradients_need_the_concatenation_of_stock():
     update = growing_update(cache)
     first, second = states(3).requires_grad_(), states(1).requires_grad_()
     update(first, first, 0)
-    keys, values = update(second, second, 0)
-    (keys.sum() + values.sum()).backward()
-    assert torch.equal(first.grad, torch.full_like(first, 2))
-    assert torch.equal(second.grad, torch.full_like(second, 2))
+    squares = 0
+    for _ in range(2):  # the second must not be written where the first is read by the backward pass
+        keys, values = update(second, second, 0)
+        squares = squares + (keys * values).sum()
+    squares.backward()
+    assert torch.equal(first.grad, 4 * first)
+    assert torch.equal(second.grad, 6 * second)  # once in the first result, twice in the second
 
 
 class OtherCache(DynamicCache):
@@ -120,6 +131,57 @@ def test_a_cache_with_its_own_update_keeps_it():
     for _ in range(3):
         growing_update(cache)(states(1), states(1), 0)
     assert cache.calls == 3
+
+
+@torch.no_grad()
+def test_wider_states_widen_the_cache_as_in_stock():
+    stock, grown = DynamicCache(), DynamicCache()
+    update = growing_update(grown)
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16):
+        new = states(1).to(dtype), states(1).to(dtype)
+        mine, theirs = update(*new, 0), stock.update(*new, 0)
+        assert [made.dtype for made in mine] == [made.dtype for made in theirs]
+        assert all(map(torch.equal, mine, theirs))
+    assert grown.layers[0].keys.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_layers_that_keep_more_than_their_window_do_so():
+    """They do while the tokens of a draft may be removed again."""
+    stock, grown = (DynamicCache(config=config_of(2)) for _ in range(2))
+    for cache in (stock, grown):
+        cache.layers[1].record_past = True
+    update = growing_update(grown)
+    for _ in range(6):
+        new = states(1), states(1)
+        assert all(map(torch.equal, update(*new, 1), stock.update(*new, 1)))
+    assert torch.equal(grown.layers[1].keys, stock.layers[1].keys)
+
+
+class Stream:
+    """A stand-in for a stream of CUDA, which waits for nothing."""
+
+    def wait_stream(self, other):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+@torch.no_grad()
+def test_a_cache_that_offloads_its_layers_does_so(monkeypatch):
+    offloaded = []
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    monkeypatch.setattr(DynamicCache, "offload", lambda cache, index, *others: offloaded.append(index))
+    cache = DynamicCache()
+    cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, True, Stream()
+    update = growing_update(cache)
+    for _ in range(3):
+        update(states(1), states(1), 0)
+    assert offloaded == [0, 0, 0]
 
 
 def watch_caches(monkeypatch):
