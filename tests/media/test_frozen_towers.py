@@ -214,8 +214,9 @@ def test_an_error_of_the_comparison_keeps_the_graph(monkeypatch):
 def test_a_comparison_keeps_nothing_for_a_backward_pass(monkeypatch):
     """Of a whole tower, what is kept is the largest part of a run's memory."""
     trainer = build(Cell("llava", "sft", "bf16", "bf16", lora=True), gradient_checkpointing=False)
-    tower = trainer.model.get_base_model().model.vision_tower
-    layers = [layer for layer in tower.modules() if hasattr(layer, "activation_fn")]
+    model = trainer.model.get_base_model()
+    model.enable_input_require_grads()
+    layers = [layer for layer in model.model.vision_tower.modules() if hasattr(layer, "activation_fn")]
     made, alive = [], []
 
     def note(layer, args):
