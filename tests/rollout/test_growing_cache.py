@@ -6,8 +6,10 @@ from itertools import pairwise
 import cells
 import pytest
 import torch
+import transformers
 import trl
 from cells import Cell
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -16,6 +18,10 @@ from safe_trainers import SafeGRPOConfig, SafeGRPOTrainer
 from safe_trainers.model.parts import find_parts
 from safe_trainers.rollout import cache_dtype, growing_cache
 from safe_trainers.rollout.growing_cache import ROOM, GrowingTensor, growing_update
+
+
+OWN_CACHES = Version(transformers.__version__) < Version("5")
+"""Whether models with linear attention have a class of their own for caches."""
 
 
 def states(tokens, rows=2):
@@ -285,7 +291,7 @@ def test_families_compute_the_same_logits(family, attention, autocast, monkeypat
 
     caches = watch_caches(monkeypatch)
     grown = sample()
-    assert has_room(caches)
+    assert has_room(caches) or (family == "qwen3_next" and OWN_CACHES and not caches)
     monkeypatch.setattr(cache_dtype, "growing_update", lambda cache: cache.update)
     assert all(map(torch.equal, grown, sample()))
 
