@@ -226,11 +226,13 @@ def load_problems(folder: Path) -> list[Problem]:
         if bars:
             upstream_logging.enable_progress_bar()
     problems = []
-    mismatched, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
+    missing = sorted(info["missing_keys"])
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in info["mismatched_keys"])
+    mismatched = sorted(entries)  # before transformers 5, names without shapes
     if mismatched:
         key, *shapes = mismatched[0]
-        shown = " and ".join(str(list(shape)) for shape in shapes)
-        text = f"{len(mismatched)} tensors have other shapes in the files than in the model, such as {key}: {shown}"
+        shown = ": " * bool(shapes) + " and ".join(str(list(shape)) for shape in shapes)
+        text = f"{len(mismatched)} tensors have other shapes in the files than in the model, such as {key}{shown}"
         problems.append(Problem(text))
     if missing:
         text = f"{len(missing)} tensors of the model are not in the files, such as {missing[0]}"

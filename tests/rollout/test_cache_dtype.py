@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import cells
 import pytest
 import torch
+import transformers
 import trl
 from cells import Cell
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, Qwen2Model, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -200,6 +202,8 @@ SMALL = {
 )
 def test_families_compute_the_same_logits(family, monkeypatch):
     """Each has an attention of its own: latent keys, sliding windows, partial rotary embeddings, normalised keys."""
+    if family == "deepseek_v2" and Version(transformers.__version__) < Version("5"):
+        pytest.skip("its keys are in half precision before they are stored")
     default = CONFIG_MAPPING[family]()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(

@@ -6,10 +6,12 @@ import json
 import warnings
 
 import cells
+import peft
 import pytest
 import torch
 from cells import Cell
 from live_bytes import LiveBytes
+from packaging.version import Version
 from peft import (
     HRAConfig,
     IA3Config,
@@ -510,6 +512,9 @@ def test_tied_weights_stay_tied_only_where_the_adapter_keeps_them_equal(method, 
     assert unwrap(model).config.tie_word_embeddings is True
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version("0.19"), reason="this PEFT trains no token rows of a layer with LoRA"
+)
 def test_trained_token_rows_of_a_tied_head_get_its_lora_too_and_peft_loses_it(tmp_path):
     config = AutoConfig.from_pretrained(cells.folder("text"), tie_word_embeddings=True)
     torch.manual_seed(0)
