@@ -29,11 +29,13 @@ def check_model_exists(recipe: Any) -> None:
     teacher = teacher_of(recipe)
     if teacher is not None:
         named[teacher] = recipe.training.teacher_model_revision
+    # TRL 0.29 has this key in the arguments of the model, later releases in those of training.
+    trusted = any(getattr(part, "trust_remote_code", False) for part in (recipe.training, recipe.model))
     for name, revision in named.items():
         if embedded_name(name) is not None:
             continue
         try:
-            AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=recipe.training.trust_remote_code)
+            AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
         except (OSError, ValueError) as error:
             raise RecipeError(f"model {name} cannot be read: {str(error).splitlines()[0]}") from None
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -403,8 +404,27 @@ def _streamed(dataset: Any, plan: _Plan) -> Any:
         kept = kept.map(make, remove_columns=columns)
     if plan.arguments.dataset_limit is not None:
         kept = kept.take(plan.arguments.dataset_limit)
-    _first_row(kept, plan.name, _nothing_left(plan))
+    first = _first_row(kept, plan.name, _nothing_left(plan))
+    if not plan.changes_rows and plan.images is not None and _left_encoded(dataset, plan.images, first):
+        return kept.map(partial(_decoded, plan, where))
     return kept
+
+
+def _left_encoded(dataset: Any, column: str, row: Mapping[str, Any]) -> bool:
+    """Whether a filtered stream gives encoded images where the dataset gives opened ones, as datasets 4.0 and 4.1."""
+    feature = None if dataset.features is None else dataset.features[column]
+    return (
+        holds_images(feature)
+        and encoded_feature(feature) != feature
+        and any(isinstance(image, dict) for image in as_list(row[column]))
+    )
+
+
+def _decoded(plan: _Plan, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The column with images of a row, opened."""
+    value = row[plan.images]  # type: ignore[index]
+    opened = plan.opened(value, where)
+    return {plan.images: opened if isinstance(value, list) else next(iter(opened), None)}  # type: ignore[dict-item]
 
 
 def _first_row(dataset: Any, name: str, otherwise: Problem | None = None) -> dict[str, Any]:
