@@ -15,11 +15,25 @@ import trl
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import convert_outputs_to_fp32
 from media_batches import media_batch
+from packaging.version import Version
 from peft import PeftModel, PeftModelForCausalLM
 from transformers.cache_utils import StaticLayer
 from trl.trainer.utils import create_model_from_path
 
 from safe_trainers import tiny
+
+
+TRANSFORMERS_4 = Version(transformers.__version__) < Version("5")
+
+
+def needs_transformers_5(why: str):
+    """Skips a test with transformers 4, which does something otherwise."""
+    return pytest.mark.skipif(TRANSFORMERS_4, reason=f"transformers 4 {why}")
+
+
+def needs_trl_1(why: str):
+    """Skips a test with TRL 0, which does something otherwise."""
+    return pytest.mark.skipif(Version(trl.__version__) < Version("1"), reason=f"TRL 0 {why}")
 
 
 def _says(trainer: type, words: str) -> bool:

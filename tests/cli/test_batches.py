@@ -8,6 +8,7 @@ import yaml
 
 from safe_trainers.cli.main import main
 from safe_trainers.recipes.schema import load
+from upstream import needs_trl_1
 
 
 RECIPE = {
@@ -83,6 +84,7 @@ def test_a_dry_run_is_refused_too(run):
     assert "one batch needs 32" in line
 
 
+@needs_trl_1("has no rollouts for streams")
 def test_a_stream_without_a_batch_saves_no_result(run):
     status, line = run("grpo", per_device_train_batch_size=64, dataset_streaming=True)
     assert status == 2
@@ -91,6 +93,7 @@ def test_a_stream_without_a_batch_saves_no_result(run):
     assert not Path("out", "log.json").exists()
 
 
+@needs_trl_1("keeps rows without a token to train on")
 def test_rows_of_which_max_length_leaves_no_answer_are_refused(run):
     status, line = run("sft", max_length=1)
     assert status == 2

@@ -49,10 +49,11 @@ def test_a_part_of_a_name_or_a_pattern(words, found, capsys):
     assert {row["key"] for row in keys(capsys, *words)} == found
 
 
+@pytest.mark.skipif("kto" not in stable_tasks(), reason="this TRL has no stable trainer of some tasks")
 def test_keys_that_differ_between_tasks_are_listed_for_each(capsys):
     rows = {row["tasks"]: row["value"] for row in keys(capsys, "loss_type")}
     assert "sigmoid" in rows["dpo"]
-    assert rows["sft"].startswith("one of nll, dft")
+    assert {"nll", "dft"} <= set(rows["sft"].removeprefix("one of ").split(", "))
     assert {row["tasks"] for row in keys(capsys, "max_steps")} == {None}
 
 

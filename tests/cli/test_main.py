@@ -16,6 +16,7 @@ from safe_trainers.cli.main import COMMANDS, main
 from safe_trainers.core.tasks import EXPERIMENTAL, TASKS
 from safe_trainers.core.versions import stable_tasks
 from safe_trainers.recipes.validate import split_config
+from upstream import needs_trl_1
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,7 @@ def test_a_command_that_is_like_none(capsys):
     assert "Run: safe-trainers validate recipe.yaml, or safe-trainers TASK" in capsys.readouterr().err
 
 
+@needs_trl_1("has experimental trainers among the stable ones")
 def test_every_stable_trainer_has_a_command():
     stable = {name.removesuffix("Trainer") for name in dir(trl) if name.endswith("Trainer")}
     assert stable == {TASKS[task].algorithm for task in stable_tasks()}

@@ -22,6 +22,7 @@ import yaml
 from safe_trainers.cli.signals import StopSignals
 from safe_trainers.cli.stop import StopAtStep
 from safe_trainers.recipes.schema import installed, load
+from upstream import needs_transformers_5
 
 
 RECIPE = {
@@ -260,6 +261,7 @@ def test_the_report_is_printed_above_the_bar(start):
     assert report == "precision report: SafeRewardTrainer"
 
 
+@needs_transformers_5("loads no optimizer state to the device `cpu:0`")
 def test_two_processes_stop_at_the_same_step(start, tmp_path):
     run = start("--num_processes", "2")
     run.read_until(STEP.format(2))

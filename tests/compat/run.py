@@ -100,6 +100,7 @@ NOT_CORE = {
     "tests/report/test_report.py": "runs no upstream code",
     "tests/integration/test_provenance.py": "checks what results were measured with, the same in each pair",
     "tests/integration/test_cost.py": "checks measurements with the latest pair",
+    "tests/test_gpu_evidence.py": "checks measurements of the latest pair",
     "tests/test_growth.py": "checks measurements with the latest pair",
     "tests/tiny/test_families.py": "checks the families of the evidence with the latest pair",
     "tests/integration/test_wheel.py": "needs build tools that are not installed",

@@ -22,6 +22,7 @@ from safe_trainers import CheckpointError, PrecisionBase, PrecisionError, Precis
 from safe_trainers.checkpoint.folder import NOT_FINITE, checkpoints_in
 from safe_trainers.numerics.gradient_norm import GradientNorm, total_norm
 from safe_trainers.testing import fp16_on_cpu
+from upstream import needs_trl_1
 
 
 STEPS = 4
@@ -300,6 +301,7 @@ def test_weights_that_are_not_finite_at_the_end_are_reported(value):
         assert "1 trained tensors, such as model.embed_tokens.weight, at the end of the run" in text
 
 
+@needs_trl_1("shares the weights of a reference model with the policy")
 def test_a_reference_model_with_nan_is_reported():
     """Stock trains nothing, and the log shows a loss of 0 as in a healthy run."""
     for safe in (False, True):

@@ -17,9 +17,11 @@ from own_models import (
     NormalisesSpectrally,
     ProjectsItself,
 )
+from policing import reset_accelerate
 
 from safe_trainers import PrecisionError, tiny
 from safe_trainers.boundaries.placement import place
+from upstream import TRANSFORMERS_4
 
 
 SETTINGS = [("fp32", "bf16"), ("bf16", "bf16"), ("bf16", None), ("fp16", "fp16")]
@@ -58,6 +60,8 @@ def run(inner, cell, safe, **changes):
 @pytest.mark.parametrize("inner", MODELS, ids=lambda inner: inner.__name__)
 def test_what_stock_cannot_compute_trains(inner, weights, flag, task):
     cell = Cell("nocast", task, weights, flag, lora=flag == "fp16" or task == "grpo")
+    if TRANSFORMERS_4 and inner is HidesEmbeddings and cell.lora:
+        pytest.skip("transformers 4 asks for the input embeddings of each model with adapters")
     stock, (log, weights_after, trainer) = run(inner, cell, safe=False), run(inner, cell, safe=True)
     assert len(log) == 2
     assert all(norm > 0 for _, norm in log)
@@ -113,6 +117,7 @@ def test_the_trial_is_in_the_report_and_runs_only_with_media_in_half_precision()
     *_, trainer = run(EncodesImages, Cell("nocast", "sft", "fp32", "bf16"), safe=True)
     assert trainer.precision.report.facts["media trial"].endswith(" s, works")
     assert any(row[0] == "operations of model" for row in trainer.precision.report.tables[1].rows)
+    reset_accelerate()  # transformers 4 keeps the precision of one trainer for the next
     *_, trainer = run(EncodesImages, Cell("nocast", "sft", "fp32", None), safe=True)
     assert "media trial" not in trainer.precision.report.facts
 

@@ -236,8 +236,8 @@ class ReversedRollouts(trl.GRPOTrainer):
         fields = {
             key: value.flip(0) if isinstance(value, torch.Tensor) else value[::-1] for key, value in fields.items()
         }
-        ids, logps = super()._generate_single_turn(prompt_ids[::-1], images[::-1], fields, *args, **kwargs)
-        return ids[::-1], logps
+        ids, *others = super()._generate_single_turn(prompt_ids[::-1], images[::-1], fields, *args, **kwargs)
+        return ids[::-1], *others
 
 
 @needs_images_of_turns

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import os
 import warnings
 import weakref
 from functools import partial
@@ -18,6 +19,7 @@ import safe_trainers
 from safe_trainers import PrecisionError, PrecisionWarning
 from safe_trainers.boundaries.cast_hooks import count_casts, remove_casts
 from safe_trainers.core.tasks import TASKS
+from upstream import needs_transformers_5, needs_trl_1
 
 
 GENERATION = {"num_generations": 2, "max_completion_length": 4}
@@ -28,6 +30,7 @@ def load(dtype=torch.float32):
 
 
 def build(task, model, precision, folder, safe=True, settings=None, **arguments):
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4 leaves there what the last config asked for
     algorithm, library, prefix = TASKS[task].algorithm, *((safe_trainers, "Safe") if safe else (trl, ""))
     given = {
         "output_dir": str(folder), "max_steps": 1, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True,
@@ -89,6 +92,7 @@ def test_a_second_trainer_computes_in_its_own_dtype(task, first, second, tmp_pat
     assert cells.fingerprint(fresh) == cells.fingerprint(model)
 
 
+@needs_transformers_5("prepares a model for each trainer")
 @pytest.mark.parametrize("task", ["sft", "dpo", "grpo", "rloo"])
 def test_stock_computes_in_the_dtype_of_the_first_trainer(task, tmp_path):
     model = load()
@@ -188,6 +192,7 @@ def test_a_trainer_whose_casts_were_replaced_warns(tmp_path):
         first.train()
 
 
+@needs_trl_1("does not prepare a dataset that is given to `evaluate`")
 def test_a_trainer_that_is_used_again_does_not_warn(tmp_path):
     model = load(torch.bfloat16)
     trainer = build("sft", model, "bf16", tmp_path, settings={"fp32_modules": ["layers.0"]})
@@ -211,6 +216,7 @@ def test_a_model_does_not_keep_its_trainer_alive(tmp_path):
     assert alive() is None
 
 
+@needs_trl_1("does not prepare a dataset that is given to `evaluate`")
 @pytest.mark.parametrize(("first", "second"), ORDERS)
 def test_an_earlier_trainer_evaluates_in_its_own_dtype(first, second, tmp_path):
     model = load()
@@ -225,6 +231,7 @@ def test_an_earlier_trainer_evaluates_in_its_own_dtype(first, second, tmp_path):
     assert evaluated(later, model) == {DTYPES[second]}
 
 
+@needs_transformers_5("prepares a model for each evaluation")
 @pytest.mark.parametrize("safe", [True, False])
 def test_an_evaluation_before_training_computes_as_training_does(safe, tmp_path):
     """transformers prepares a model for an evaluation only if the accelerator has prepared no other one."""
@@ -324,6 +331,7 @@ def test_what_a_user_has_put_around_a_prepared_model_stays(tmp_path):
     assert calls
 
 
+@needs_trl_1("does not prepare a dataset that is given to `evaluate`")
 def test_evaluations_in_turn_leave_one_entry_of_the_model(tmp_path):
     model = load()
     first = build("sft", model, "bf16", tmp_path)

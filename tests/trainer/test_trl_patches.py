@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import safe_trainers.trainer.trl_patches as captures
 from safe_trainers import PrecisionBase, PrecisionError, PrecisionMixin, SafeGRPOTrainer, SafeSFTTrainer
 from safe_trainers.trainer.trl_patches import AdapterGuard, construction
+from upstream import needs_trl_1
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -176,6 +177,7 @@ def embedding_hooks(trainer):
     return len(trainer.model.get_input_embeddings()._forward_hooks)
 
 
+@needs_trl_1("adds no hooks in rollouts")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
 def test_rollouts_add_no_hooks_and_in_stock_they_do(task, lora):
