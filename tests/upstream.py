@@ -24,6 +24,7 @@ from safe_trainers import tiny
 
 
 TRANSFORMERS_4 = Version(transformers.__version__) < Version("5")
+TRL_0 = Version(trl.__version__) < Version("1")
 
 
 def needs_transformers_5(why: str):
@@ -33,7 +34,7 @@ def needs_transformers_5(why: str):
 
 def needs_trl_1(why: str):
     """Skips a test with TRL 0, which does something otherwise."""
-    return pytest.mark.skipif(Version(trl.__version__) < Version("1"), reason=f"TRL 0 {why}")
+    return pytest.mark.skipif(TRL_0, reason=f"TRL 0 {why}")
 
 
 def _says(trainer: type, words: str) -> bool:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from safe_trainers import CheckpointError, PrecisionWarning, merge_and_save
 from safe_trainers.checkpoint.adapters import TRAINED, misfit, not_written_by_peft
 from safe_trainers.checkpoint.folder import MARKER, common_files
-from upstream import needs_transformers_5
+from upstream import needs_epoch_after_skip
 
 
 STEPS = 6
@@ -76,7 +76,7 @@ def build(folder, adapter, unfrozen=(), safe=True, **changes):
     return (cells.SAFE if safe else cells.STOCK)["sft"](**made, callbacks=callbacks)
 
 
-@needs_transformers_5("does not resume exactly in the middle of an epoch, also in stock")
+@needs_epoch_after_skip
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_that_peft_does_not_write_are_resumed(case, safe, tmp_path):
@@ -90,7 +90,7 @@ def test_weights_that_peft_does_not_write_are_resumed(case, safe, tmp_path):
     assert (TRAINED in common_files(tmp_path / "checkpoint-3")) == safe
 
 
-@needs_transformers_5("does not resume exactly in the middle of an epoch, also in stock")
+@needs_epoch_after_skip
 @pytest.mark.parametrize("step", [2, 3, 5])
 def test_adalora_is_resumed_after_it_has_removed_ranks(step, tmp_path):
     whole = build(tmp_path, adalora())
@@ -151,7 +151,7 @@ def test_a_checkpoint_without_these_weights_is_reported(case, tmp_path):
     assert f"lacks {len(lacking)} trained tensors, such as {next(iter(lacking))}" in text
 
 
-@needs_transformers_5("does not resume exactly in the middle of an epoch, also in stock")
+@needs_epoch_after_skip
 @pytest.mark.parametrize("adapter", [lora, prompt_tuning])
 def test_what_peft_writes_is_not_written_twice(adapter, tmp_path):
     whole = build(tmp_path, adapter())

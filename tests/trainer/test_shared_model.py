@@ -92,7 +92,7 @@ def test_a_second_trainer_computes_in_its_own_dtype(task, first, second, tmp_pat
     assert cells.fingerprint(fresh) == cells.fingerprint(model)
 
 
-@needs_transformers_5("prepares a model for each trainer")
+@needs_transformers_5("computes in the precision of the later trainer")
 @pytest.mark.parametrize("task", ["sft", "dpo", "grpo", "rloo"])
 def test_stock_computes_in_the_dtype_of_the_first_trainer(task, tmp_path):
     model = load()
@@ -231,7 +231,7 @@ def test_an_earlier_trainer_evaluates_in_its_own_dtype(first, second, tmp_path):
     assert evaluated(later, model) == {DTYPES[second]}
 
 
-@needs_transformers_5("prepares a model for each evaluation")
+@needs_transformers_5("computes an evaluation before training as training does")
 @pytest.mark.parametrize("safe", [True, False])
 def test_an_evaluation_before_training_computes_as_training_does(safe, tmp_path):
     """transformers prepares a model for an evaluation only if the accelerator has prepared no other one."""
