@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
 from PIL import Image
@@ -40,13 +41,9 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_an_empty_file_is_one_line_and_validate_knows_it(run, capsys):
-    status, line = run(rows=[])
-    assert status == 2
-    assert line in (
-        "error: dataset ./data has no rows: a file is empty",
-        # datasets 4.0
-        "error: dataset ./data cannot be loaded: Please pass `features` or at least one example when writing data",
-    )
+    early = datasets.__version__.startswith("4.0.")  # it refuses the file itself
+    why = "cannot be loaded: Please pass `features` or at least one example when writing data"
+    assert run(rows=[]) == (2, f"error: dataset ./data {why if early else 'has no rows: a file is empty'}")
     assert run(dataset_name="data/train.jsonl")[1].endswith(
         "recipe.yaml:2: dataset data/train.jsonl has no rows: the file is empty"
     )

@@ -8,10 +8,8 @@ from types import MethodType, SimpleNamespace
 import cells
 import pytest
 import torch
-import transformers
 from cells import Cell
 from live_bytes import LiveBytes
-from packaging.version import Version
 from peft import LoraConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,13 +21,12 @@ from safe_trainers.media import frozen_towers
 from safe_trainers.media.frozen_towers import FrozenTowers, leaves_of
 from safe_trainers.model.parts import find_parts
 from safe_trainers.testing import fp16_on_cpu
+from upstream import needs_transformers_5
 
 
 TEXT_ONLY = r".*(language_model|text_model).*\.(q_proj|v_proj)"
 EVERYWHERE = r".*\.(q_proj|v_proj)"
-needs_gradients_of_towers = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5"), reason="its embeddings of images require no gradients"
-)
+needs_gradients_of_towers = needs_transformers_5("requires no gradients of the embeddings of images")
 
 
 def parts_of(features):

@@ -9,9 +9,7 @@ from pathlib import Path
 import cells
 import pytest
 import torch
-import transformers
 from cells import Cell
-from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
@@ -24,6 +22,7 @@ from safe_trainers.report.render import to_json
 from safe_trainers.report.run_report import FILE, GROUPS, POLICY
 from safe_trainers.report.stored_report import CHECKPOINTS, OPTIMIZER, PRECISIONS, STORED
 from safe_trainers.testing import fp16_on_cpu
+from upstream import TRANSFORMERS_4
 
 
 VISION, PROJECTOR = "vision tower (vision_tower)", "projector (multi_modal_projector)"
@@ -134,7 +133,7 @@ def change(config, **values):
     config.write_text(json.dumps(json.loads(config.read_text()) | values))
 
 
-SHAPES = ": [420, 64] and [420, 128]" if Version(transformers.__version__) >= Version("5") else ""
+SHAPES = "" if TRANSFORMERS_4 else ": [420, 64] and [420, 128]"
 DAMAGES = [
     (lambda folder: None, "ok", "can load them as LlamaForCausalLM"),
     (lambda folder: change(folder / "config.json", architectures=["NoSuchForCausalLM"]), "error",

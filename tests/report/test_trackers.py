@@ -17,6 +17,7 @@ from transformers.integrations import integration_utils as integrations
 
 from safe_trainers.report import trackers
 from safe_trainers.report.trackers import NAME
+from upstream import TRANSFORMERS_4
 
 
 RECIPE = {
@@ -92,7 +93,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, caplog):
     trainer.add_callback(Failing())
     with caplog.at_level(logging.WARNING, trackers.__name__):
         trainer.train()
-    (record,) = (record for record in caplog.records if record.name == trackers.__name__)
+    (record,) = (r for r in caplog.records if not (TRANSFORMERS_4 and r.name == "transformers.trainer"))
     assert record.getMessage() == (
         "the precision report was not logged by TensorBoardCallback: no route to the tracker"
     )
