@@ -341,7 +341,6 @@ def _model_init_kwargs(recipe: Any) -> dict[str, Any]:
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
-        "trust_remote_code": getattr(model, "trust_remote_code", None) or None,  # of TRL 0.29
     }
     return {key: value for key, value in declared.items() if value is not None} | (
         recipe.training.model_init_kwargs or {}

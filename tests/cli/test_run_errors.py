@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from safe_trainers import tiny
 from safe_trainers.cli.main import main
-from upstream import TRANSFORMERS_4
+from upstream import TRANSFORMERS_4, TRL_0
 
 
 RECIPE = {
@@ -86,6 +86,38 @@ def test_pickled_weights_with_code_are_one_line_and_not_run(capsys):
         assert "a weight file cannot be read: it contains more than tensors" in line
         assert "safetensors" in line
     assert not Path("was-run").exists()
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(trusted):
+    tiny.save("text", Path("model"), seed=0)
+    Path("model/mine.py").write_text(CODE)
+    config = json.loads(Path("model/config.json").read_text())
+    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    config |= {"model_type": "mine", "architectures": ["Mine"], "auto_map": classes}
+    Path("model/config.json").write_text(json.dumps(config))
+    trust = ["--trust_remote_code", "true"] if trusted else []
+    run = subprocess.run(
+        [sys.executable, "-m", "safe_trainers.cli", *COMMAND, "--model_name_or_path", "./model", *trust],
+        capture_output=True, text=True, check=False, env={**os.environ, "HF_HOME": os.path.abspath("cache")},
+    )  # fmt: skip
+    trains = trusted and not TRL_0  # whose trainers load the config without it
+    assert run.returncode == (0 if trains else 2), run.stderr
+    assert Path("out", "model.safetensors").exists() == trains
+    failed = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(failed) == (not trains)
+    assert all("custom code" in line for line in failed)
 
 
 def test_truncated_weights_are_one_line(capsys):

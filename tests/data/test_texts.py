@@ -146,6 +146,14 @@ def test_keys_that_choose_rows_change_nothing_in_them(keys, needs_images, prepar
     }  # fmt: skip
 
 
+def test_lists_of_images_are_opened_in_the_rows_that_are_chosen(prepare):
+    rows = {"images": [[encoded(picture(40, 30))], [encoded(picture()), encoded(picture(60, 10))], []], "n": [1, 2, 2]}
+    dataset = Dataset.from_dict(rows, Features(images=List(Image()), n=Value("int64")))
+    found = prepare(dataset, dataset_filter={"n": 2})
+    sizes = [[image.size for image in row["images"]] for row in found]
+    assert sizes == [[picture().size, (60, 10)], []]
+
+
 def test_only_rows_that_are_kept_need_an_image(prepare):
     rows = {"image": [None, encoded(picture()), None], "n": [1, 2, 3]}
     dataset = Dataset.from_dict(rows, Features(image=Image(), n=Value("int64")))
